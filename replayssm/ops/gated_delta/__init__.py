@@ -1,0 +1,23 @@
+"""Gated DeltaNet: the token recurrence, the window over a ring, and the fold into a state."""
+
+from replayssm.ops.gated_delta.reference import (
+    GatedDeltaGeometry,
+    GatedDeltaInputs,
+    fold,
+    parameters,
+    records,
+    recurrence,
+    ring_layout,
+    window,
+)
+
+__all__ = [
+    "GatedDeltaGeometry",
+    "GatedDeltaInputs",
+    "fold",
+    "parameters",
+    "records",
+    "recurrence",
+    "ring_layout",
+    "window",
+]
