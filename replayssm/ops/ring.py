@@ -4,9 +4,9 @@ Owns the rules both recurrences share: which slots are valid, how invalid ones a
 how decay exponents are formed, and how a product is computed so that a row's bits do not depend on
 its neighbours. Knows neither recurrence.
 
-Legend: B rows (sequences), h heads or groups, L ring slots, n slots as read (L rounded up to 16), T
-new tokens, W width of a record. A ring is a dict of tensors [B, h, L] or [B, h, L, W]; slot 0 is the
-oldest record, slots at and past the cursor hold leftovers of any kind, NaN included.
+Legend: B rows (sequences), h heads or groups, L ring slots, n slots as read (L rounded up to 16),
+T new tokens, W width of a record. A ring is a dict of tensors [B, h, L] or [B, h, L, W]; slot 0 is
+the oldest record, slots at and past the cursor hold leftovers of any kind, NaN included.
 
 Cursors are `int` when every row stands at the same slot (the common case, which needs no masks) and
 an int64 tensor [B] on the CPU otherwise.
@@ -62,7 +62,7 @@ def append(ring: Mapping[str, Tensor], pos: Cursor, records: Mapping[str, Tensor
 
 
 def read_slots(record: Tensor, end: Cursor, dtype: torch.dtype) -> Tensor:
-    """The valid part of a ring tensor: slots below `end`, zero elsewhere, [B, h, n, ...] in `dtype`.
+    """The valid part of a ring tensor: slots below `end`, else zero; [B, h, n, ...] in `dtype`.
 
     Zeros are *selected*, so a NaN or Inf left in an unused slot cannot reach any product.
     """
@@ -88,7 +88,9 @@ def at_tokens(values: Tensor, pos: Cursor, tokens: int) -> Tensor:
     return values.take_along_dim(index.view(-1, 1, tokens, *(1,) * (values.dim() - 3)), dim=2)
 
 
-def causal_mask(pos: Cursor, tokens: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def causal_mask(
+    pos: Cursor, tokens: int, slots: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Masks (slot <= token, slot < token), each [T, n] or, for per-row cursors, [B, 1, T, n]."""
     slot = torch.arange(slots, device=device)
     if isinstance(pos, int):
@@ -108,7 +110,7 @@ def decay_between(later: Tensor, earlier: Tensor) -> Tensor:
 
 
 def round_operand(x: Tensor, operand: str) -> Tensor:
-    """Rounds one operand of a replay product to what a tensor core would read; FP32 in, FP32 out."""
+    """Rounds one operand of a replay product to what a tensor core would read, in FP32."""
     if operand not in OPERANDS:
         raise ValueError(f"operand {operand!r}: allowed are {', '.join(OPERANDS)}")
     fmt = OPERANDS[operand]

@@ -4,20 +4,8 @@ from replayssm.ops.gated_delta.reference import (
     GatedDeltaGeometry,
     GatedDeltaInputs,
     fold,
-    parameters,
-    records,
     recurrence,
-    ring_layout,
     window,
 )
 
-__all__ = [
-    "GatedDeltaGeometry",
-    "GatedDeltaInputs",
-    "fold",
-    "parameters",
-    "records",
-    "recurrence",
-    "ring_layout",
-    "window",
-]
+__all__ = ["GatedDeltaGeometry", "GatedDeltaInputs", "fold", "recurrence", "window"]

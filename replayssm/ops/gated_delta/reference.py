@@ -1,10 +1,11 @@
 """Gated DeltaNet in plain torch: float64-capable oracle and the reference of every kernel.
 
-Owns the mathematics (README.md beside this file has the derivation). Knows no cache and no format of
-the state: ring tensors arrive decoded, states are FP32 (or float64 in tests).
+Owns the mathematics (README.md beside this file has the derivation). Knows no cache and no format
+of the state: ring tensors arrive decoded, states are FP32 (or float64 in tests).
 
-Legend: B rows, T tokens, HK key heads, HV value heads, r = HV/HK, K head_k_dim, V head_v_dim, L ring
-slots, n slots as read (L rounded up to 16). Value head h uses key head h // r. State [B, HV, V, K].
+Legend: B rows, T tokens, HK key heads, HV value heads, r = HV/HK, K head_k_dim, V head_v_dim,
+L ring slots, n slots as read (L rounded up to 16). Value head h uses key head h // r.
+State [B, HV, V, K].
 """
 
 from __future__ import annotations
@@ -17,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.ops.ring import (
-    Cursor,
-    at_tokens,
-    causal_mask,
-    decay_between,
-    product,
-    read_slots,
-)
+from replayssm.ops.ring import Cursor, at_tokens, causal_mask, decay_between, product, read_slots
 
 
 class GatedDeltaInputs(NamedTuple):
@@ -162,8 +156,8 @@ def fold(
 ) -> Tensor:
     """The state after the `pos` committed records, [B, HV, V, K]; changes nothing in place.
 
-    Where the ring keeps v and beta, u is recomputed against `state`; otherwise the ring's u, computed
-    from what was read, is folded as it is.
+    Where the ring keeps v and beta, u is recomputed against `state`; otherwise the ring's u,
+    computed from what was read, is folded as it is.
     """
     dtype = state.dtype
     batch, v_heads, v_dim, k_dim = state.shape

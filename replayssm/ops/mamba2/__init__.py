@@ -1,23 +1,5 @@
 """Mamba-2: the token recurrence, the window over a ring, and the fold into a state."""
 
-from replayssm.ops.mamba2.reference import (
-    Mamba2Geometry,
-    Mamba2Inputs,
-    fold,
-    parameters,
-    records,
-    recurrence,
-    ring_layout,
-    window,
-)
+from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs, fold, recurrence, window
 
-__all__ = [
-    "Mamba2Geometry",
-    "Mamba2Inputs",
-    "fold",
-    "parameters",
-    "records",
-    "recurrence",
-    "ring_layout",
-    "window",
-]
+__all__ = ["Mamba2Geometry", "Mamba2Inputs", "fold", "recurrence", "window"]

@@ -1,7 +1,7 @@
 """Mamba-2 in plain torch: float64-capable oracle and the reference of every kernel.
 
-Owns the mathematics (README.md beside this file has the derivation). Knows no cache and no format of
-the state: ring tensors arrive decoded, states are FP32 (or float64 in tests).
+Owns the mathematics (README.md beside this file has the derivation). Knows no cache and no format
+of the state: ring tensors arrive decoded, states are FP32 (or float64 in tests).
 
 Legend: B rows, T tokens, H heads, P head_dim, G groups, N d_state, r = H/G heads a group, L ring
 slots, n slots as read (L rounded up to 16). Head h reads group h // r. State [B, H, P, N].
@@ -16,14 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm.ops.ring import (
-    Cursor,
-    at_tokens,
-    causal_mask,
-    decay_between,
-    product,
-    read_slots,
-)
+from replayssm.ops.ring import Cursor, at_tokens, causal_mask, decay_between, product, read_slots
 
 
 class Mamba2Inputs(NamedTuple):
@@ -60,8 +53,8 @@ class Mamba2Geometry:
     @property
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Trailing shape of each per-token input [B, T, ...]."""
-        group = (self.n_groups, self.d_state)
-        return {"x": (self.num_heads, self.head_dim), "dt": (self.num_heads,), "B_": group, "C": group}
+        heads, group = self.num_heads, (self.n_groups, self.d_state)
+        return {"x": (heads, self.head_dim), "dt": (heads,), "B_": group, "C": group}
 
 
 EXACT_INPUTS = ("dt",)
@@ -88,7 +81,7 @@ def recurrence(state: Tensor, inputs: Mamba2Inputs) -> tuple[Tensor, Tensor]:
 
 
 def ring_layout(geometry: Mamba2Geometry, *, recompute: bool) -> dict[str, tuple[int, ...]]:
-    """Ring records as (heads, width) or (heads,). `recompute` changes nothing: no record is a read."""
+    """Ring records as (heads, width) or (heads,); none holds a read, so `recompute` is a no-op."""
     return {
         "x": (geometry.num_heads, geometry.head_dim),
         "B": (geometry.n_groups, geometry.d_state),
