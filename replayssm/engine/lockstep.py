@@ -1,0 +1,276 @@
+"""Many policies on one text, in one batch: teacher-forced windows with FP32 logits of every arm.
+
+Owns the batch layout (rows = arms x prompts, arm after arm, padding rows last), prefill and hand-over,
+the order of windows, and the reference's own generation. Must not know how KL is computed or stored:
+`study/` takes the logits of a window and drops them before the next.
+
+All arms see the same tokens. Only recurrent layers tell rows apart; everything else is one forward pass
+over all rows, so two rows with the same policy agree bit for bit. On CPU that holds only when rows x window
+is a multiple of 8: rows in the tail of a matrix product take another summation order (differences of
+1e-6). Padding rows (copies of the reference) make it so.
+
+Positions count tokens of the whole text from 0; the logits at position i predict token i + 1.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from replayssm.engine.sampling import Sampler
+from replayssm.engine.stream import Stream
+from replayssm.models.adapter import Adapter
+from replayssm.models.session import RowGroup
+from replayssm.policy import PrecisionPolicy
+
+ROW_MULTIPLE = 8
+UNKNOWN_TOKEN = -1
+KINDS = ("reference", "floor", "policy", "control", "fault")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to run the model, compared with arm 0 (the reference).
+
+    seed: of stochastic rounding.
+    kind: what the arm is for, one of KINDS; the engine treats all alike.
+    fault: factor on every log decay, for kind "fault" only (1.01 is the study's control).
+    """
+
+    label: str
+    policy: PrecisionPolicy
+    seed: int = 0
+    kind: str = "policy"
+    fault: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"arm {self.label!r}: kind {self.kind!r} is not one of {KINDS}")
+        if (self.fault is not None) != (self.kind == "fault"):
+            raise ValueError(f"arm {self.label!r}: a fault factor and kind 'fault' go together")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Window:
+    """One window of all arms.
+
+    start: position of the first token of the window.
+    tokens: [prompts, T] the tokens that were read.
+    targets: [prompts, T] the tokens that follow; UNKNOWN_TOKEN where the text ends.
+    logits: [arms, prompts, T, vocabulary] FP32, valid until the next window.
+    """
+
+    start: int
+    tokens: Tensor
+    targets: Tensor
+    logits: Tensor
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.tokens.shape[1])
+
+
+class Lockstep:
+    """Arms in lockstep on one model (see module docstring).
+
+    `start(prompts)` begins a text and forgets the one before; then iterate `read(tokens)` (teacher-forced on
+    a given text) or `generate(n)` (on tokens the FP32 reference chooses).
+    """
+
+    def __init__(
+        self, adapter: Adapter, arms: Sequence[Arm], *, window: int = 16, backend: str = "auto"
+    ):
+        labels = [arm.label for arm in arms]
+        if not arms or arms[0].kind != "reference":
+            raise ValueError("the first arm must be of kind 'reference'")
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"arm labels must differ, got {labels}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1 token, got {window}")
+        self.adapter = adapter
+        self.arms = tuple(arms)
+        self.window = window
+        self.backend = backend
+
+    # -- a text begins ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(
+        self, prompts: Tensor, *, tokens: int, prompt_ids: Sequence[int] | None = None
+    ) -> None:
+        """Prefill `prompts` [P, T0 >= 1] (int64, equal lengths) and hand over to every arm.
+
+        tokens: how many more tokens will be read or generated; sizes storage and padding rows.
+        prompt_ids: one id per prompt, the sequence number of random bits and sampling (default 0, 1, ..).
+
+        One row per prompt is run: prefill rounds nothing, so its state is the same for every arm.
+        """
+        self._prepare(prompts.shape, tokens, prompt_ids)
+        # The generator's stream runs the prompt; the arms' stream continues it.
+        self._last_logits = self._generator.prefill(prompts)
+        self._stream.continue_from(self._generator)
+        self._generator.hand_over()
+        self._choice: Tensor | None = None
+
+    def _prepare(self, shape: Sequence[int], tokens: int, prompt_ids: Sequence[int] | None) -> None:
+        if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
+            raise ValueError(f"prompts must be [prompts >= 1, tokens >= 1], got {tuple(shape)}")
+        if tokens < 1:
+            raise ValueError(f"at least one token must follow the prompt, got {tokens}")
+        prompts, prompt_length = shape
+        self.prompt_ids = tuple(range(prompts)) if prompt_ids is None else tuple(prompt_ids)
+        if len(self.prompt_ids) != prompts:
+            raise ValueError(f"{len(self.prompt_ids)} prompt ids for {prompts} prompts")
+        self.prompt_length = prompt_length
+        self.tokens = tokens
+        capacity = prompt_length + tokens
+        limit = self.adapter.max_positions
+        if limit is not None and capacity > limit:
+            raise ValueError(
+                f"prompt and text have {capacity} tokens, {self.adapter.name!r} has {limit} positions"
+            )
+        groups = [self._group(arm, self.prompt_ids) for arm in self.arms]
+        rows = len(self.arms) * prompts
+        padding = -rows % self._row_multiple(tokens)
+        if padding:
+            copies = [self.prompt_ids[row % prompts] for row in range(padding)]
+            groups.append(self._group(self.arms[0], copies))
+        self.padding_rows = padding
+        self._stream = Stream(
+            self.adapter,
+            groups,
+            source=[row % prompts for row in range(rows + padding)],
+            capacity=capacity,
+            backend=self.backend,
+        )
+        self._generator = Stream(
+            self.adapter,
+            [self._group(self.arms[0], self.prompt_ids)],
+            source=range(prompts),
+            capacity=capacity,
+            backend=self.backend,
+        )
+
+    def _group(self, arm: Arm, sequences: Sequence[int]) -> RowGroup:
+        return RowGroup(
+            policy=arm.policy,
+            sequences=tuple(sequences),
+            seeds=(arm.seed,) * len(sequences),
+            log_decay_factor=1.0 if arm.fault is None else arm.fault,
+        )
+
+    def _row_multiple(self, tokens: int) -> int:
+        """Rows must be a multiple of this for rows x T to be one of ROW_MULTIPLE in every window."""
+        lengths = {min(self.window, tokens), tokens % self.window} - {0}
+        return max(ROW_MULTIPLE // gcd(ROW_MULTIPLE, length) for length in lengths)
+
+    # -- windows ------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far, prompt included."""
+        return self._stream.position
+
+    def read(self, text: Tensor) -> Iterator[Window]:
+        """Teacher-forced windows over `text` [P, N], the tokens that follow what was read so far.
+
+        The target of the last token is unknown. Stopping early leaves the engine after the last window.
+        """
+        text = text.to(self.adapter.device)
+        self._check_remaining(text.shape)
+        unknown = text.new_full((text.shape[0], 1), UNKNOWN_TOKEN)
+        targets = torch.cat([text[:, 1:], unknown], dim=1)
+        for at in range(0, text.shape[1], self.window):
+            span = slice(at, at + self.window)
+            yield self._run(text[:, span], targets[:, span])
+
+    def generate(self, tokens: int, sampler: Sampler | None = None) -> Iterator[Window]:
+        """Windows over `tokens` tokens that the FP32 reference chooses as it goes (default: greedy).
+
+        The reference generates a window token by token; then every arm, the reference row included, reads it.
+        """
+        sampler = sampler or Sampler()
+        self._check_remaining((len(self.prompt_ids), tokens))
+        for at in range(0, tokens, self.window):
+            chosen = self._generate_window(min(self.window, tokens - at), sampler)
+            yield self._run(chosen[:, :-1], chosen[:, 1:])
+
+    def _check_remaining(self, shape: Sequence[int]) -> None:
+        remaining = self.prompt_length + self.tokens - self.position
+        if len(shape) != 2 or shape[0] != len(self.prompt_ids) or not 1 <= shape[1] <= remaining:
+            raise ValueError(
+                f"the text must be [{len(self.prompt_ids)} prompts, 1 to {remaining} tokens], "
+                f"got {tuple(shape)}"
+            )
+        # Rows are padded for whole windows and for the remainder announced to start().
+        if shape[1] % self.window and shape[1] != remaining:
+            raise ValueError(
+                f"{shape[1]} tokens are not whole windows of {self.window} and not the rest of the text"
+            )
+
+    @torch.inference_mode()
+    def _generate_window(self, length: int, sampler: Sampler) -> Tensor:
+        """The next `length` tokens and the one after them, [P, length + 1]."""
+        if self._choice is None:
+            self._choice = self._choose(self._last_logits, sampler)
+        chosen = [self._choice]
+        for _ in range(length):
+            logits = self._generator.step(chosen[-1][:, None])
+            chosen.append(self._choose(logits[:, -1], sampler))
+        self._choice = chosen[-1]
+        return torch.stack(chosen, dim=1)
+
+    def _choose(self, logits: Tensor, sampler: Sampler) -> Tensor:
+        position = self._generator.position - 1
+        return sampler.choose(logits, prompts=self.prompt_ids, position=position)
+
+    @torch.inference_mode()
+    def _run(self, tokens: Tensor, targets: Tensor) -> Window:
+        arms, prompts = len(self.arms), len(self.prompt_ids)
+        start = self.position
+        logits = self._stream.step(tokens[self._stream.source])
+        logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
+        return Window(start=start, tokens=tokens, targets=targets, logits=logits)
+
+    # -- looking inside, and resuming ---------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the recurrent layers."""
+        return self._stream.session.layer_indices
+
+    @torch.inference_mode()
+    def states(self, layer: int) -> Tensor:
+        """Effective recurrent state of every arm, FP32 [arms, prompts, heads, rows, contracted axis]."""
+        return torch.stack(self._stream.session.states(layer)[: len(self.arms)])
+
+    def saturated(self, layer: int) -> Tensor:
+        """Elements that saturated when written so far, int64 [arms, prompts]."""
+        return torch.stack(self._stream.session.saturated(layer)[: len(self.arms)])
+
+    def engine_state(self) -> dict[str, Tensor]:
+        """Everything needed to go on from here in another process, as named tensors (copies)."""
+        tensors = {"shape": torch.tensor([len(self.prompt_ids), self.prompt_length, self.tokens])}
+        tensors["prompt_ids"] = torch.tensor(self.prompt_ids)
+        tensors["last_logits"] = self._last_logits
+        if self._choice is not None:
+            tensors["choice"] = self._choice
+        for name, stream in (("stream", self._stream), ("generator", self._generator)):
+            tensors |= {f"{name}.{key}": value for key, value in stream.tensors().items()}
+        return {key: value.detach().clone() for key, value in tensors.items()}
+
+    @torch.inference_mode()
+    def load_engine_state(self, tensors: dict[str, Tensor]) -> None:
+        """Go on where `engine_state` was taken, on an engine with the same model, arms and window."""
+        prompts, prompt_length, following = tensors["shape"].tolist()
+        self._prepare((prompts, prompt_length), following, tensors["prompt_ids"].tolist())
+        device = self.adapter.device
+        self._last_logits = tensors["last_logits"].to(device)
+        self._choice = tensors["choice"].to(device) if "choice" in tensors else None
+        for name, stream in (("stream", self._stream), ("generator", self._generator)):
+            prefix = f"{name}."
+            stream.load_tensors(
+                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )

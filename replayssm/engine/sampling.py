@@ -1,0 +1,48 @@
+"""Choosing the next token: a pure function of the logits and of (seed, prompt, position).
+
+Owns token choice only. No generator state exists, so a run resumed at any position chooses the same
+tokens as an uninterrupted one, and a prompt's tokens do not depend on its neighbours in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm.formats.philox import philox4x32
+
+# Second word of the Philox key; state rounding uses (stream << 24) + layer, with small streams.
+_SAMPLING_KEY = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """temperature 0 is greedy (ties go to the smallest id); otherwise sampling from softmax(logits / t)."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
+
+    def choose(self, logits: Tensor, *, prompts: Sequence[int], position: int) -> Tensor:
+        """Token ids [P] following position `position`, from FP32 logits [P, V] of that position.
+
+        prompts: the prompt id of each row.
+        """
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1)
+        # The distribution function is summed in float64, so that 250k small terms do not lose the tail.
+        mass = torch.softmax(logits.double() / self.temperature, dim=-1).cumsum(dim=-1)
+        draw = self._uniform(prompts, position).to(mass.device)[:, None] * mass[:, -1:]
+        return torch.searchsorted(mass, draw, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+    def _uniform(self, prompts: Sequence[int], position: int) -> Tensor:
+        """One float64 in [0, 1) with 53 random bits for each prompt."""
+        ids = torch.tensor(list(prompts), dtype=torch.int64)
+        high, low, _, _ = philox4x32((position, ids, 0, 0), (self.seed, _SAMPLING_KEY))
+        return ((high >> 5).double() * 67108864.0 + (low >> 6).double()) / 9007199254740992.0

@@ -1,0 +1,96 @@
+"""One batch of rows moving through a text: a session, the library's cache, and the position.
+
+Owns that these three move together. Must not know what the rows stand for: `lockstep.py` and `decode.py`
+give them meaning.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm.models.adapter import Adapter
+from replayssm.models.kv_cache import cache_tensors, filled_cache
+from replayssm.models.session import ReplaySession, RowGroup
+
+# Prefill runs in chunks of this many tokens, so that a long prompt does not need all its activations at once.
+PREFILL_CHUNK = 512
+
+
+class Stream:
+    """Rows that are prefilled, handed over to their policies, and stepped. Callers use inference mode.
+
+    source: for each decode row, the prefill row whose text it continues.
+    capacity: tokens of attention storage to set aside (it grows beyond when needed).
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        groups: Sequence[RowGroup],
+        *,
+        source: Sequence[int],
+        capacity: int,
+        backend: str = "auto",
+    ):
+        self.adapter = adapter
+        self.session = ReplaySession(adapter, groups, backend=backend)
+        self.source = list(source)
+        self.capacity = capacity
+        self.position = 0
+        self._cache = adapter.new_cache(capacity=capacity)
+
+    def prefill(self, prompts: Tensor) -> Tensor:
+        """Run `prompts` [P, T] with FP32 state; returns FP32 logits of the last token, [P, V]."""
+        chunks = prompts.to(self.adapter.device).split(PREFILL_CHUNK, dim=1)
+        with self.session:
+            for chunk in chunks:
+                logits = self.adapter.forward(
+                    chunk, self._cache, start=self.position, last_only=True
+                )
+                self.position += chunk.shape[1]
+        return logits[:, -1]
+
+    def hand_over(self) -> None:
+        """End prefill: every row goes on under its own policy."""
+        self.continue_from(self)
+
+    def continue_from(self, other: "Stream") -> None:
+        """Continue the prefill of `other` (which must still be in prefill, and is left so)."""
+        tensors = cache_tensors(other._cache)
+        self.session.hand_over(other.session.prefill_states(), source=self.source)
+        self._cache = filled_cache(
+            self.adapter.config, tensors, rows=self.source, capacity=self.capacity
+        )
+        self.position = other.position
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read `tokens` [rows, T] under the policies; returns FP32 logits [rows, T, V]."""
+        assert self.session.decoding, "hand_over() first"
+        with self.session:
+            logits = self.adapter.forward(tokens, self._cache, start=self.position)
+        self.position += tokens.shape[1]
+        return logits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything needed to go on from here, by name, as views. Only after the hand-over."""
+        tensors = {"position": torch.tensor(self.position)}
+        tensors |= {f"cache.{k}": v for k, v in cache_tensors(self._cache).items()}
+        return tensors | {f"session.{k}": v for k, v in self.session.tensors().items()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Go on where `tensors` were taken, in a new stream with the same rows."""
+        self.position = int(tensors["position"])
+        device = self.adapter.device
+        cache = {
+            key.removeprefix("cache."): value.to(device)
+            for key, value in tensors.items()
+            if key.startswith("cache.")
+        }
+        self._cache = filled_cache(
+            self.adapter.config, cache, rows=range(len(self.source)), capacity=self.capacity
+        )
+        self.session.load_tensors(
+            {k.removeprefix("session."): v for k, v in tensors.items() if k.startswith("session.")},
+            tokens=self.position,
+        )

@@ -1,0 +1,262 @@
+"""Policies under a model: which rows of the batch keep their recurrent state in which format.
+
+Owns the recurrent state of one model instance: per layer and row group one `StateUpdate` and its cache,
+the FP32 state during prefill, and the hand-over between the two. Owns also that the last projection
+delivers FP32. Must not know token generation, lockstep or studies.
+
+A session starts from zero state and goes through two phases:
+
+    prefill   any number of rows, FP32 state, no rounding, no policy
+    decode    rows = the groups, in order; the state of each is rounded once at the hand-over
+
+Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.cache.replay import ReplayCache
+from replayssm.models.adapter import Adapter, RecurrentLayer
+from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.patching import claimed_layer, replaced_forward, replaced_functions
+from replayssm.policy import PrecisionPolicy
+from replayssm.state_update import StateUpdate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Consecutive batch rows that share a policy.
+
+    sequences: one id per row, the sequence number in stochastic rounding: rows with the same seed and
+        sequence draw the same bits.
+    seeds: one seed per row for stochastic rounding.
+    log_decay_factor: every log decay of these rows is multiplied by it; 1.01 is the deliberate fault of a
+        study, anything but 1.0 is wrong on purpose.
+    """
+
+    policy: PrecisionPolicy
+    sequences: tuple[int, ...]
+    seeds: tuple[int, ...]
+    log_decay_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.sequences or len(self.sequences) != len(self.seeds):
+            raise ValueError(
+                f"a row group needs one sequence and one seed per row, got {len(self.sequences)} sequences "
+                f"and {len(self.seeds)} seeds"
+            )
+
+    @property
+    def rows(self) -> int:
+        return len(self.sequences)
+
+
+class _LayerState:
+    """The recurrent state of one layer: FP32 during prefill, one cache per group afterwards."""
+
+    def __init__(self, layer: RecurrentLayer, updates: list[StateUpdate]):
+        self.layer = layer
+        self.updates = updates
+        self.tokens = 0
+        self.prefill_state: Tensor | None = None
+        self.caches: list[ReplayCache] = []
+
+
+class ReplaySession:
+    """Context manager: while active, the model's recurrent layers run on our state update.
+
+    It may be entered many times; its state stays between. While it is active, other models and other
+    instances of the same architecture are untouched, and a session entered inside another on the same
+    model takes its place until it leaves. On leaving, functions and methods are restored exactly.
+    """
+
+    def __init__(self, adapter: Adapter, groups: Sequence[RowGroup], *, backend: str = "auto"):
+        if not groups:
+            raise ValueError("a session needs at least one row group")
+        self.adapter = adapter
+        self.groups = tuple(groups)
+        self._rows: list[slice] = []
+        start = 0
+        for group in self.groups:
+            self._rows.append(slice(start, start + group.rows))
+            start += group.rows
+        self.rows = start
+        self._layers = [self._make_layer(layer, backend) for layer in adapter.layers]
+        self._active: ExitStack | None = None
+        self.decoding = False
+        self.replaced: dict[str, str] = {}
+
+    def _make_layer(self, layer: RecurrentLayer, backend: str) -> _LayerState:
+        family = self.adapter.family
+        shapes = family.shapes(layer.mixer)
+        return _LayerState(
+            layer,
+            [
+                StateUpdate(
+                    recurrence=family.recurrence,
+                    policy=group.policy,
+                    backend=backend,
+                    layer=layer.index,
+                    **shapes,
+                )
+                for group in self.groups
+            ],
+        )
+
+    # -- activation ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> "ReplaySession":
+        if self._active is not None:
+            raise RuntimeError("this session is already active")
+        if self.adapter.model.training:
+            raise UnsupportedInputError("the model is in training mode: call model.eval() first")
+        with ExitStack() as stack:
+            family = self.adapter.family
+            self.replaced = stack.enter_context(
+                replaced_functions(self.adapter.module_name, family.functions)
+            )
+            for state in self._layers:
+                where = f"{self.adapter.name!r} layer {state.layer.index} ({state.layer.name})"
+                stack.enter_context(
+                    claimed_layer(state.layer.mixer, self._make_call(state), where=where)
+                )
+            stack.enter_context(replaced_forward(self.adapter.head, self.adapter.fp32_head))
+            self._active = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        active, self._active = self._active, None
+        assert active is not None
+        active.close()
+
+    def _make_call(self, state: _LayerState):
+        family, mixer = self.adapter.family, state.layer.mixer
+
+        def execute(inputs: Any, *, continued: bool) -> Tensor:
+            return self._run_layer(state, inputs, continued=continued)
+
+        def call(name: str, args: tuple, kwargs: dict) -> Any:
+            return family.call(name, mixer, execute, args, kwargs)
+
+        return call
+
+    # -- the recurrence -----------------------------------------------------------------------------
+
+    def _run_layer(self, state: _LayerState, inputs: Any, *, continued: bool) -> Tensor:
+        """One layer, one forward pass: FP32 outputs [B, T, H, P] of `inputs` [B, T, ...]."""
+        if continued != (state.tokens > 0):
+            raise UnsupportedInputError(
+                f"layer {state.layer.index}: the session has seen {state.tokens} tokens, but the model's "
+                f"cache says it {'continues' if continued else 'starts'}; a session and its cache must "
+                "start together and be used together"
+            )
+        rows, tokens = inputs[0].shape[:2]
+        if not self.decoding:
+            out, state.prefill_state = state.updates[0].prefill(state.prefill_state, inputs)
+        else:
+            if rows != self.rows:
+                raise UnsupportedInputError(f"the session decodes {self.rows} rows, got {rows}")
+            parts = [
+                self._run_group(state, index, inputs) for index in range(len(self.groups))
+            ]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        state.tokens += tokens
+        return out
+
+    def _run_group(self, state: _LayerState, index: int, inputs: Any) -> Tensor:
+        group, family = self.groups[index], self.adapter.family
+        if len(self.groups) > 1:
+            inputs = family.select_rows(inputs, self._rows[index])
+        if group.log_decay_factor != 1.0:
+            inputs = family.scale_log_decay(inputs, group.log_decay_factor)
+        return state.updates[index].step(state.caches[index], inputs)
+
+    def prefill_states(self) -> list[tuple[int, Tensor | None]]:
+        """(tokens seen, FP32 state [rows, H, P, N] or None before any token) of each layer in prefill."""
+        assert not self.decoding, "prefill has ended"
+        return [(state.tokens, state.prefill_state) for state in self._layers]
+
+    def hand_over(
+        self, prefilled: list[tuple[int, Tensor | None]], *, source: Sequence[int]
+    ) -> None:
+        """End prefill: decode row r continues row `source[r]` of `prefilled` (from `prefill_states`).
+
+        Each group's state is rounded once, with flush index 0, and every ring starts empty.
+        """
+        if self.decoding:
+            raise RuntimeError("the session is already decoding; a new text needs a new session")
+        if len(source) != self.rows:
+            raise ValueError(f"source names {len(source)} rows, the session decodes {self.rows}")
+        for state, (tokens, prefill_state) in zip(self._layers, prefilled, strict=True):
+            state.caches = self._new_caches(state)
+            state.tokens, state.prefill_state = tokens, None
+            if prefill_state is None:
+                continue
+            for rows, update, cache in zip(self._rows, state.updates, state.caches, strict=True):
+                picked = torch.tensor(source[rows], device=prefill_state.device)
+                update.load(cache, prefill_state.index_select(0, picked))
+        self.decoding = True
+
+    def _new_caches(self, state: _LayerState) -> list[ReplayCache]:
+        mixer = state.layer.mixer
+        return [
+            update.new_cache(
+                group.rows,
+                mixer.conv1d.weight.device,
+                sequence=torch.tensor(group.sequences),
+                seed=torch.tensor(group.seeds),
+                dtype=self.adapter.family.ring_dtype(mixer),
+            )
+            for group, update in zip(self.groups, state.updates, strict=True)
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of every cache by name, by reference; only after the hand-over."""
+        assert self.decoding, "nothing to save before the hand-over"
+        return {
+            f"{state.layer.index}.{group}.{name}": tensor
+            for state in self._layers
+            for group, cache in enumerate(state.caches)
+            for name, tensor in cache.state_dict().items()
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor], *, tokens: int) -> None:
+        """Go on from `tensors()` of a session with the same model and groups, `tokens` tokens in."""
+        for state in self._layers:
+            state.caches, state.tokens = self._new_caches(state), tokens
+            for group, cache in enumerate(state.caches):
+                prefix = f"{state.layer.index}.{group}."
+                cache.load_state_dict(
+                    {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                )
+        self.decoding = True
+
+    # -- looking at the state -----------------------------------------------------------------------
+
+    @property
+    def layer_indices(self) -> tuple[int, ...]:
+        return tuple(state.layer.index for state in self._layers)
+
+    def states(self, layer: int) -> list[Tensor]:
+        """Effective state of each group at model layer `layer`: checkpoint with the ring folded in.
+
+        FP32, [group rows, H, P, N] (or [.., HV, V, K]); what a policy would go on from, not what it reads.
+        """
+        state = self._find(layer)
+        return [u.state(c) for u, c in zip(state.updates, state.caches, strict=True)]
+
+    def saturated(self, layer: int) -> list[Tensor]:
+        """Elements that saturated so far at model layer `layer`, int64 [group rows] for each group."""
+        return [cache.saturated for cache in self._find(layer).caches]
+
+    def _find(self, layer: int) -> _LayerState:
+        for state in self._layers:
+            if state.layer.index == layer:
+                return state
+        raise ValueError(f"layer {layer} is not recurrent; recurrent layers: {self.layer_indices}")
+
