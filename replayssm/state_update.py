@@ -168,7 +168,7 @@ class StateUpdate:
             raise ValueError(f"accepted has shape {list(accepted.shape)}, expected [{cache.batch}]")
         if int(accepted.min()) < 0 or int(accepted.max()) > cache.uncommitted:
             raise ValueError(
-                f"cannot commit {accepted.tolist()}: the last window left {cache.uncommitted} tokens"
+                f"cannot commit {accepted.tolist()}: the last window has {cache.uncommitted} tokens"
             )
         cache.pos = cache.pos + accepted
         cache.uncommitted = 0

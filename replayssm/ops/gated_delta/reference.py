@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.ops.ring import Cursor, at_tokens, causal_mask, decay_between, product, read_slots
+from replayssm.ops.ring import (
+    Cursor,
+    at_tokens,
+    causal_mask,
+    decay_between,
+    product,
+    read_slots,
+    token_slots,
+)
 
 
 class GatedDeltaInputs(NamedTuple):
@@ -128,7 +136,8 @@ def window(
         pos: slots committed before this window.
         inputs: the new tokens; k and g (v and beta where the ring keeps them) are read from the
             ring, so that a token's value does not depend on when it was appended.
-        operand: rounding of the operands of every product; the triangular solve stays exact.
+        operand: rounding of the operands of products; u is solved for with exact ones, so that it
+            does not depend on how tokens are grouped into windows.
 
     Returns:
         Outputs [B, T, HV, V] in the dtype of `state`, and the record {"u": [B, HV, T, V]}.
@@ -140,7 +149,8 @@ def window(
         v, beta = at_tokens(v, pos, tokens), at_tokens(beta, pos, tokens)
     else:
         v, beta = inputs.v.to(dtype).transpose(1, 2), inputs.beta.to(dtype).transpose(1, 2)
-    history = _read(ring, ("u",), pos, dtype)[0] if not _is_empty(pos) else None
+    empty = isinstance(pos, int) and pos == 0
+    history = None if empty else _read(ring, ("u",), pos, dtype)[0].transpose(-1, -2)
     q = inputs.q.to(dtype).transpose(1, 2)  # [B, HK, T, K]
     u, outputs = _solve(state, k, g.cumsum(-1), v, beta, history, pos, q, operand)
     return outputs.permute(0, 3, 1, 2), {"u": u.transpose(-1, -2)}
@@ -190,7 +200,7 @@ def _solve(
     """Corrected values u [B, HV, V, T], and outputs of the same shape where q is given.
 
     k [B, HK, n, K] and log_decay [B, HV, n] (cumulative) cover the slots; v [B, HV, T, V] and beta
-    [B, HV, T] the new tokens; history [B, HV, n, V] holds u of the slots below pos, or is None.
+    [B, HV, T] the new tokens; history [B, HV, V, n] holds u of the slots below pos, or is None.
     """
     batch, v_heads, v_dim, k_dim = state.shape
     k_heads, slots = k.shape[1:3]
@@ -213,37 +223,36 @@ def _solve(
     weights = gram * decay.view(batch, k_heads, per_key, 1, tokens, slots)
     weights = weights.view(batch, v_heads, kinds, tokens, slots)
     up_to_now, before_now = causal_mask(pos, tokens, slots, state.device)
+    # Row i predicts v_i from what earlier tokens wrote: strictly lower triangular over the slots.
+    predict = weights[:, :, 0].where(before_now, 0.0).transpose(-1, -2)  # [B, HV, n, T]
+    right_side = v.transpose(-1, -2) - read[..., 0, :]
     if history is not None:
-        earlier = weights.where(before_now[..., None, :, :], 0.0)
-        earlier = earlier.view(batch, v_heads, kinds * tokens, slots)
-        earlier = product(history.transpose(-1, -2), earlier.transpose(-1, -2), operand)
-        read = read + earlier.view(batch, v_heads, v_dim, kinds, tokens)
-
-    right_side = (v.transpose(-1, -2) - read[..., 0, :]) * beta[:, :, None]  # [B, HV, V, T]
+        right_side = right_side - product(history, predict)
+    right_side = right_side * beta[:, :, None]  # [B, HV, V, T]
     if tokens == 1:
         u = right_side
     else:
-        system = weights[:, :, 0].where(before_now, 0.0)
-        system = _columns_at_tokens(system, pos, tokens) * beta[..., None]
         # Solved from the right, uᵀ (I + A)ᵀ = Rᵀ, because that is the layout at hand.
+        system = at_tokens(predict, pos, tokens) * beta[:, :, None]
         u = torch.linalg.solve_triangular(
-            system.transpose(-1, -2), right_side, upper=True, left=False, unitriangular=True
+            system, right_side, upper=True, left=False, unitriangular=True
         )
     if q is None:
         return u, None
-    own = weights[:, :, 1].where(up_to_now, 0.0)
-    own = F.pad(_columns_at_tokens(own, pos, tokens), (0, slots - tokens))
-    own = product(F.pad(u, (0, slots - tokens)), own.transpose(-1, -2), operand)
-    return u, read[..., 1, :] + own
+    written = _with_tokens(history, pos, u, slots)
+    answer = weights[:, :, 1].where(up_to_now, 0.0).transpose(-1, -2)
+    return u, read[..., 1, :] + product(written, answer, operand)
 
 
-def _columns_at_tokens(weights: Tensor, pos: Cursor, tokens: int) -> Tensor:
-    """Columns of the new tokens, [.., T, T], out of weights over slots [.., T, n]."""
-    return at_tokens(weights.transpose(2, 3), pos, tokens).transpose(2, 3)
-
-
-def _is_empty(pos: Cursor) -> bool:
-    return isinstance(pos, int) and pos == 0
+def _with_tokens(history: Tensor | None, pos: Cursor, u: Tensor, slots: int) -> Tensor:
+    """u of every slot, [B, HV, V, n]: the history with the new tokens' [B, HV, V, T] in place."""
+    tokens = u.shape[-1]
+    if isinstance(pos, Tensor):
+        index = token_slots(pos, tokens).to(u.device)[:, None, None]
+        return history.scatter(-1, index.expand_as(u), u)
+    if history is not None:
+        u = torch.cat((history[..., :pos], u), dim=-1)
+    return F.pad(u, (0, slots - u.shape[-1])) if u.shape[-1] < slots else u
 
 
 def _read(
