@@ -1,0 +1,298 @@
+"""Figures of a study, drawn from summaries alone: KL against position, phase, bytes; intervals; 2 x 2.
+
+Owns the look (one style for all figures, colour-blind safe and readable in black and white) and the only
+import of matplotlib. Pure functions of a `store.RunRecord`: no records are read, nothing is computed
+beyond what a summary holds, neither torch nor transformers is imported. Drawing unchanged data again
+gives the same bytes (fixed hash salt, fonts and metadata, no dates).
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: E402
+
+from . import tables  # noqa: E402
+from .store import RunRecord  # noqa: E402
+
+# Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line styles
+# carry the same distinction without colour; a policy keeps its style in every figure of a run.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+_LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
+_FLOOR = {"color": "#444444", "linestyle": (0, (6, 3)), "linewidth": 1.2}
+_FAULT = {"color": "#444444", "linestyle": (0, (1, 2.5)), "linewidth": 1.2}
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 4,
+    "lines.linewidth": 1.4,
+    "svg.hashsalt": "replayssm",
+    "svg.fonttype": "path",
+    "savefig.dpi": 150,
+    "figure.dpi": 100,
+}
+_KL_LABEL = "KL(FP32 ‖ policy), nats per token (lower is better)"
+
+
+# --------------------------------------------------------------------------------------------- style
+def _styles(record: RunRecord) -> dict[str, dict]:
+    """Label -> line style of every policy that can be drawn on a logarithmic axis."""
+    labels = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
+    return {
+        label: {
+            "color": _COLOURS[i % len(_COLOURS)],
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "linestyle": _LINES[i % len(_LINES)],
+        }
+        for i, label in enumerate(labels)
+    }
+
+
+def _drawable(record: RunRecord) -> list[dict]:
+    """Policies with a positive KL, worst first, so that a legend reads like the lines lie."""
+    return [arm for arm in reversed(tables.policies(record)) if (arm["whole"]["kl_mean"] or 0) > 0]
+
+
+def _control(record: RunRecord, name: str) -> dict | None:
+    return next((arm for arm in record.summary["arms"] if arm["control"] == name), None)
+
+
+@contextmanager
+def _figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4)) -> Iterator[tuple[Figure, object]]:
+    with plt.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **_STYLE}):
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        axes.set_title(title, loc="left")
+        figure.supxlabel(
+            f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} tokens, "
+            f"experiment {record.experiment}, run {record.run_id}\n{note}",
+            fontsize=7,
+            color="#444444",
+            x=0.01,
+            ha="left",
+        )
+        try:
+            yield figure, axes
+        finally:
+            plt.close(figure)
+
+
+def _band(record: RunRecord) -> str:
+    about = record.summary["interval"]
+    return f"{100 * about['confidence']:.0f} % interval {about['label']}"
+
+
+def _legend(figure: Figure, axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+
+
+def render(figure: Figure) -> dict[str, bytes]:
+    """The figure as {"svg": bytes, "png": bytes}, free of dates and version strings."""
+    out = {}
+    for kind, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, metadata=metadata)
+        out[kind] = buffer.getvalue()
+    return out
+
+
+# ------------------------------------------------------------------------------------------- figures
+def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
+    """Mean KL in windows of growing width against token position, log-log; band = interval."""
+    note = (
+        f"Mean KL in windows of whole rings; band: {_band(record)}. "
+        "Slope 0 is a plateau, 1 a random walk of the state error."
+    )
+    with _figure(record, "Drift from FP32 along the text", note) as (figure, axes):
+        styles = _styles(record)
+        for arm in _drawable(record):
+            x, y, low, high = _curve(arm)
+            axes.plot(x, y, label=arm["label"], **styles[arm["label"]])
+            axes.fill_between(x, low, high, color=styles[arm["label"]]["color"], alpha=0.15, linewidth=0)
+        for name, style in (("fault", _FAULT), ("other_ring_len", _FLOOR)):
+            arm = _control(record, name)
+            if arm and (arm["whole"]["kl_mean"] or 0) > 0:
+                x, y, _, _ = _curve(arm)
+                axes.plot(x, y, label=_CONTROL_NAMES[name], **style)
+        axes.set(xscale="log", yscale="log")
+        axes.set_xlabel("tokens since the prompt (end of prefill)")
+        axes.set_ylabel(_KL_LABEL)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        _legend(figure, axes)
+        return render(figure)
+
+
+_CONTROL_NAMES = {"fault": "fault (wrong on purpose)", "other_ring_len": "noise floor (FP32, other L)"}
+
+
+def _curve(arm: dict):
+    rows = [row for row in arm["curve"] if row["kl_mean"] is not None and row["kl_mean"] > 0]
+    x = [((row["start"] + 1) * row["stop"]) ** 0.5 for row in rows]
+    y = [row["kl_mean"] for row in rows]
+    # A missing or non-positive bound collapses onto the line: no interval is drawn there.
+    low = [row["kl_mean_low"] if (row["kl_mean_low"] or 0) > 0 else row["kl_mean"] for row in rows]
+    high = [row["kl_mean_high"] or row["kl_mean"] for row in rows]
+    return x, y, low, high
+
+
+def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
+    """Mean KL by ring phase t mod L: what a token's place in the ring does to its error."""
+    note = "Phase 0 is the first token after a flush. A stride that shares a factor with L would see only some phases."
+    with _figure(record, "Drift by ring phase", note) as (figure, axes):
+        styles = _styles(record)
+        for arm in _drawable(record):
+            rows = [row for row in arm["phase"] if (row["kl_mean"] or 0) > 0]
+            axes.plot(
+                [row["phase"] for row in rows],
+                [row["kl_mean"] for row in rows],
+                label=arm["label"],
+                **styles[arm["label"]],
+            )
+        floor = _control(record, "other_ring_len")
+        if floor and (floor["whole"]["kl_mean"] or 0) > 0:
+            axes.axhline(floor["whole"]["kl_mean"], label=_CONTROL_NAMES["other_ring_len"], **_FLOOR)
+        axes.set(yscale="log")
+        axes.set_xlabel("ring phase (token position mod ring length)")
+        axes.set_ylabel(_KL_LABEL)
+        _legend(figure, axes)
+        return render(figure)
+
+
+def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
+    """State bytes moved per token against KL: the cost and the benefit of every policy."""
+    best, limits = tables.recommended(record), record.document["display"]["limits"]
+    exact = ", ".join(
+        f"{arm['label']} at {arm['bytes_per_token'] / 1e3:.4g} kB"
+        for arm in tables.policies(record)
+        if arm["last_quarter"]["kl_mean"] == 0
+    )
+    note = (
+        f"KL: mean over the last quarter, bars: {_band(record)}. Dashed: limit for \"safe\", "
+        f"{limits['kl_mean']:g}." + (f" Not drawn, KL 0: {exact}." if exact else "")
+    )
+    with _figure(record, "What a policy costs and what it does", note) as (figure, axes):
+        styles = _styles(record)
+        for arm in _drawable(record):
+            quarter, style = arm["last_quarter"], styles[arm["label"]]
+            label = arm["label"] + (" (recommended)" if best and arm["label"] == best["label"] else "")
+            axes.errorbar(
+                [arm["bytes_per_token"] / 1e3],
+                [quarter["kl_mean"]],
+                yerr=_error_bars(quarter),
+                color=style["color"],
+                marker=style["marker"],
+                markersize=7,
+                linestyle="none",
+                linewidth=1.0,
+                label=label,
+            )
+        if best and (best["last_quarter"]["kl_mean"] or 0) > 0:
+            axes.plot(
+                [best["bytes_per_token"] / 1e3],
+                [best["last_quarter"]["kl_mean"]],
+                marker="o",
+                markersize=15,
+                markerfacecolor="none",
+                markeredgecolor="#000000",
+                linestyle="none",
+            )
+        axes.axhline(limits["kl_mean"], **_FLOOR)
+        axes.set(yscale="log", xlim=(0, None))
+        axes.set_xlabel("state traffic, kB per token and sequence, read and written (lower is better)")
+        axes.set_ylabel(_KL_LABEL)
+        _legend(figure, axes)
+        return render(figure)
+
+
+def _error_bars(row: dict):
+    if row["kl_mean_low"] is None:
+        return None
+    kl = row["kl_mean"]
+    return [[max(0.0, min(kl - row["kl_mean_low"], kl * 0.999))], [max(0.0, row["kl_mean_high"] - kl)]]
+
+
+def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
+    """Policies best first: last-quarter mean with interval, median and 99th percentile of the run."""
+    arms = _drawable(record)
+    note = f"Filled: mean over the last quarter, bars: {_band(record)}. Open: median, | : p99 of the whole run."
+    size = (7.2, 1.6 + 0.34 * max(3, len(arms)))
+    with _figure(record, "Drift from FP32 by policy", note, size) as (figure, axes):
+        styles = _styles(record)
+        for y, arm in enumerate(arms):
+            style, quarter = styles[arm["label"]], arm["last_quarter"]
+            mark = {"color": style["color"], "linestyle": "none"}
+            if quarter["kl_mean"] is not None:
+                bars = _error_bars(quarter)
+                axes.errorbar([quarter["kl_mean"]], [y], xerr=bars, marker=style["marker"], markersize=6, **mark)
+            for name, marker in (("kl_median", style["marker"]), ("kl_p99", "|")):
+                if (arm["whole"][name] or 0) > 0:
+                    face = {"markerfacecolor": "none"} if name == "kl_median" else {"markersize": 9}
+                    axes.plot([arm["whole"][name]], [y], marker=marker, **face, **mark)
+        floor = _control(record, "other_ring_len")
+        if floor and (floor["whole"]["kl_mean"] or 0) > 0:
+            axes.axvline(floor["whole"]["kl_mean"], **_FLOOR)
+        axes.set(xscale="log")
+        axes.set_yticks(range(len(arms)), [arm["label"] for arm in arms])
+        axes.set_ylim(-0.6, len(arms) - 0.4)
+        axes.set_xlabel(_KL_LABEL + "; dashed: noise floor")
+        return render(figure)
+
+
+def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
+    """The 2 x 2 of each policy A+B: what the checkpoint does, what the read copy does, both together."""
+    rows = tables.decomposition_rows(record)
+    if not rows:
+        return None
+    note = "If the errors act independently, \"sum\" and \"both\" are equal. Mean over the last quarter."
+    size = (7.2, 2.2 + 0.5 * len(rows))
+    with _figure(record, "Checkpoint and read copy, apart and together", note, size) as (figure, axes):
+        marks = (
+            ("kl_checkpoint", "checkpoint alone", "s", _COLOURS[0]),
+            ("kl_read_copy", "read copy alone", "^", _COLOURS[1]),
+            ("sum", "sum of the two", "|", "#000000"),
+            ("kl_both", "both", "o", _COLOURS[2]),
+        )
+        for key, label, marker, colour in marks:
+            values = [
+                row["kl_checkpoint"] + row["kl_read_copy"] if key == "sum" else row[key] for row in rows
+            ]
+            axes.plot(
+                values,
+                range(len(rows)),
+                marker=marker,
+                color=colour,
+                linestyle="none",
+                label=label,
+                markersize=14 if key == "sum" else 7,
+                markerfacecolor="none" if key == "kl_both" else colour,
+            )
+        axes.set(xscale="log")
+        axes.set_yticks(range(len(rows)), [f"{row['checkpoint']} + {row['read_copy']}" for row in rows])
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlabel(_KL_LABEL)
+        _legend(figure, axes)
+        return render(figure)
+
+
+FIGURES: dict[str, Callable[[RunRecord], dict[str, bytes] | None]] = {
+    "kl-by-position": kl_by_position,
+    "kl-by-phase": kl_by_phase,
+    "bytes-against-kl": bytes_against_kl,
+    "kl-by-policy": kl_by_policy,
+    "checkpoint-by-read-copy": checkpoint_by_read_copy,
+}

@@ -1,0 +1,403 @@
+"""Run folders: where a study's records live, how they get there whole, and how they are read back.
+
+Owns the file layout, the column list, the metric version and every byte that is written under
+`results/runs`. Knows nothing of models, policies or statistics, and imports neither torch nor
+transformers: a result can be read on a machine that has only numpy and pyarrow.
+
+    results/runs/<experiment>/<run id>/
+      spec.json         what was asked, names resolved to content (digests); the run id is its hash
+      provenance.json   which code, packages and device answered
+      status.json       started | complete | failed (a failure keeps its traceback)
+      shards/           records of a run in progress, one file per prompt and stretch of positions
+      engine_state-*.pt where a prompt batch stands, so that a killed run continues inside a long prompt
+      positions.parquet one row per prompt, position and arm, merged from the shards at the end
+      summary.json      statistics of positions.parquet
+
+Every file is written under a temporary name and renamed when whole, and none holds a time of day: a run
+that was killed and continued leaves the same bytes as one that was not.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+# History of what the numbers mean. Raise it when a stored value would come out differently.
+#   1: KL in float64 from FP32 logits, stored in float32; prompt or moving-block bootstrap intervals.
+METRIC_VERSION = 1
+
+ROW_GROUP_ROWS = 1 << 17
+
+# One row per prompt x position x arm. Values of the reference are repeated in every arm's row, so that a
+# row can be read alone; the encoding makes the repeats nearly free.
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),  # tokens since the prefill ended, from 0
+        pa.field("phase", pa.int32(), nullable=False),  # position mod the arm's ring length
+        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("token", pa.int32(), nullable=False),  # the forced next token the row is about
+        pa.field("kl", pa.float32()),  # KL(reference || arm), nats; null where logits are not finite
+        pa.field("kl_reverse", pa.float32()),  # KL(arm || reference), nats
+        pa.field("delta_logp", pa.float32()),  # log p_arm(token) - log p_reference(token), nats
+        pa.field("ref_entropy", pa.float32()),  # nats
+        pa.field("ref_top1_prob", pa.float32()),
+        pa.field("top1_match", pa.bool_()),  # the reference's best token is the arm's best token too
+        pa.field("top2_margin", pa.float32()),  # reference: log-probability of best minus second best
+        pa.field("nonfinite", pa.bool_(), nullable=False),
+    ]
+)
+
+_FLOATS = ("kl", "kl_reverse", "delta_logp", "ref_entropy", "ref_top1_prob", "top2_margin")
+_SHARD_NAME = re.compile(r"p(\d{5})-t(\d{9})-(\d{9})\.parquet")
+
+
+# ------------------------------------------------------------------------------------------- writing
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it onto `path` when the block ends without error.
+
+    The data are on disk before the rename, so a reader (or a resumed run) sees the old file or the new
+    one, never a part. On any error, a full disk included, the temporary file is removed.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as JSON with a stable layout; NaN and infinity are refused (use None)."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object; ValueError naming the file if it is missing or not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} should hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def digest(value: object) -> str:
+    """SHA-256 (hex) of a JSON-able value, independent of the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- run folder
+class RunFolder:
+    """One run's folder. Creating the object touches nothing; `begin` creates the folder.
+
+    `document` is what goes into spec.json: {"metric_version", "identity": {...}, "display": {...}}. Only
+    `identity` and the metric version make the run id; `display` (limits, the question asked) may change
+    without asking the models again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+
+    @property
+    def spec_path(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def positions_path(self) -> Path:
+        return self.path / "positions.parquet"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def provenance_path(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def shards(self) -> Path:
+        return self.path / "shards"
+
+    def state_path(self, batch: int) -> Path:
+        """Where prompt batch `batch` keeps the engine's state while it is in progress."""
+        return self.path / f"engine_state-{batch:05d}.pt"
+
+    def status(self) -> dict:
+        """{"status": "started" | "complete" | "failed", ...}; "absent" when there is no such folder."""
+        path = self.path / "status.json"
+        return read_json(path) if path.exists() else {"status": "absent"}
+
+    def set_status(self, status: str, **details: object) -> None:
+        assert status in ("started", "complete", "failed"), status
+        write_json(self.path / "status.json", {"status": status, **details})
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder against a second process; released by the system even after kill -9."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is in use: another process is running this run") from None
+        finally:
+            os.close(handle)
+
+    def check(self, document: Mapping) -> None:
+        """ValueError if the folder was made for another document or by another metric version."""
+        found = read_json(self.spec_path)
+        check_metric_version(self.path, found)
+        if found.get("identity") != json.loads(json.dumps(document["identity"])):
+            raise ValueError(f"{self.path} holds another specification than its name says; move it away")
+
+    def fail(self, error: Exception, trace: str) -> None:
+        """Keep the error with its traceback; a disk too full even for that leaves the run "started"."""
+        with contextlib.suppress(OSError):
+            self.set_status("failed", error=f"{type(error).__name__}: {error}", traceback=trace)
+
+    def begin(self, document: Mapping) -> None:
+        """Create the folder for `document`, or check that the one that exists was made for it."""
+        if self.spec_path.exists():
+            self.check(document)
+        self.shards.mkdir(parents=True, exist_ok=True)
+        write_json(self.spec_path, document)
+        for leftover in [*self.path.glob("*.tmp"), *self.shards.glob("*.tmp")]:
+            leftover.unlink()
+        self.set_status("started")
+
+    # -------------------------------------------------------------------------------------- records
+    def finished(self, prompt: int) -> list[tuple[int, int]]:
+        """Stretches [start, stop) of positions that are on disk for `prompt`, in order."""
+        return sorted(
+            (int(match[2]), int(match[3]))
+            for match in map(_SHARD_NAME.fullmatch, _names(self.shards))
+            if match and int(match[1]) == prompt
+        )
+
+    def discard_from(self, prompt: int, start: int) -> None:
+        """Delete shards of `prompt` that begin at or after position `start` (they are recomputed)."""
+        for begin, stop in self.finished(prompt):
+            if begin >= start:
+                self._shard(prompt, begin, stop).unlink()
+
+    def write_shard(self, prompt: int, start: int, stop: int, records: pa.Table) -> None:
+        """Store the records of `prompt`, positions [start, stop), ordered by position, then arm."""
+        with atomic_path(self._shard(prompt, start, stop)) as temporary:
+            pq.write_table(records, temporary, compression="zstd", store_schema=False)
+
+    def merge(self, *, prompts: int, positions: int, arms: int) -> None:
+        """Join all shards into positions.parquet, ordered by prompt, position, arm.
+
+        Row groups have a fixed size, so the bytes do not depend on how the shards were cut. Raises
+        ValueError if a prompt's shards do not hold exactly `positions` x `arms` rows.
+        """
+        with atomic_path(self.positions_path) as temporary:
+            with pq.ParquetWriter(
+                temporary, SCHEMA, compression="zstd", store_schema=False, version="2.6"
+            ) as writer:
+                for group in _regroup(self._ordered_tables(prompts, positions * arms)):
+                    writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
+
+    def clear_progress(self) -> None:
+        """Delete the shards and engine states of a run whose positions.parquet is whole."""
+        assert self.positions_path.exists()
+        shutil.rmtree(self.shards, ignore_errors=True)
+        for state in self.path.glob("engine_state-*.pt"):
+            state.unlink()
+
+    def _shard(self, prompt: int, start: int, stop: int) -> Path:
+        return self.shards / f"p{prompt:05d}-t{start:09d}-{stop:09d}.parquet"
+
+    def _ordered_tables(self, prompts: int, rows_per_prompt: int) -> Iterator[pa.Table]:
+        for prompt in range(prompts):
+            rows = 0
+            for start, stop in self.finished(prompt):
+                table = pq.read_table(self._shard(prompt, start, stop)).cast(SCHEMA)
+                rows += table.num_rows
+                yield table
+            if rows != rows_per_prompt:
+                raise ValueError(
+                    f"{self.shards}: prompt {prompt} has {rows} rows, should have {rows_per_prompt}; "
+                    f"delete {self.path} and run again"
+                )
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _regroup(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Recut a stream of tables into tables of ROW_GROUP_ROWS rows (the last one shorter)."""
+    pending: list[pa.Table] = []
+    rows = 0
+    for table in tables:
+        pending.append(table)
+        rows += table.num_rows
+        while rows >= ROW_GROUP_ROWS:
+            joined = pa.concat_tables(pending).unify_dictionaries()
+            yield joined.slice(0, ROW_GROUP_ROWS).combine_chunks()
+            pending = [joined.slice(ROW_GROUP_ROWS)]
+            rows -= ROW_GROUP_ROWS
+    if rows:
+        yield pa.concat_tables(pending).unify_dictionaries().combine_chunks()
+
+
+def check_metric_version(path: Path, document: Mapping) -> None:
+    """ValueError if `document` (a spec.json) was written by a version whose numbers mean other things."""
+    found = document.get("metric_version")
+    if found != METRIC_VERSION:
+        raise ValueError(
+            f"{path} was written with metric version {found}, this is version {METRIC_VERSION}: "
+            "its numbers cannot be put beside new ones; move it away or use another --out"
+        )
+
+
+def records_table(columns: Mapping[str, np.ndarray], arms: list[str]) -> pa.Table:
+    """Build a table with SCHEMA from flat arrays of equal length; `columns["arm"]` indexes `arms`.
+
+    NaN becomes null (a missing value stays missing); infinities are kept.
+    """
+    arrays = []
+    for field in SCHEMA:
+        values = columns[field.name]
+        if field.name == "arm":
+            indices = pa.array(values.astype(np.int32), pa.int32())
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
+        else:
+            mask = np.isnan(values) if field.name in _FLOATS else None
+            arrays.append(pa.array(values, field.type, mask=mask))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+# ------------------------------------------------------------------------------------------- reading
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """positions.parquet as dense arrays. Legend: A arms, P prompts, T scored positions.
+
+    `kl`, `kl_reverse`, `delta_logp` [A, P, T] float32, NaN where logits were not finite, +inf kept;
+    `top1_match`, `nonfinite` [A, P, T] bool; `token` [P, T]; `position` [T]; `ref_entropy` [P, T].
+    """
+
+    arms: tuple[str, ...]
+    position: np.ndarray
+    token: np.ndarray
+    ref_entropy: np.ndarray
+    kl: np.ndarray
+    kl_reverse: np.ndarray
+    delta_logp: np.ndarray
+    top1_match: np.ndarray
+    nonfinite: np.ndarray
+
+    def first_nonfinite(self) -> list[dict]:
+        """For each arm with non-finite logits: {"arm", "prompt", "position", "count", "of"} of the first."""
+        found = []
+        for label, bad in zip(self.arms, self.nonfinite, strict=True):
+            if bad.any():
+                prompt, index = np.unravel_index(bad.argmax(), bad.shape)
+                where = {"prompt": int(prompt), "position": int(self.position[index])}
+                found.append({"arm": label, **where, "count": int(bad.sum()), "of": bad.size})
+        return found
+
+
+def load_positions(path: Path, arms: list[str], *, prompts: int) -> Positions:
+    """Read positions.parquet; ValueError unless every arm scored the same tokens of every prompt."""
+    table = pq.read_table(path).cast(SCHEMA)
+    per_prompt, remainder = divmod(table.num_rows, max(1, prompts * len(arms)))
+    if remainder or not per_prompt:
+        raise ValueError(f"{path} has {table.num_rows} rows, not {prompts} prompts x {len(arms)} arms")
+    shape = (prompts, per_prompt, len(arms))
+
+    def cube(name: str) -> np.ndarray:
+        column = table.column(name)
+        if name in ("kl", "kl_reverse", "delta_logp", "ref_entropy"):
+            values = column.to_numpy().astype(np.float32)  # null reads as NaN
+        else:
+            fill = column.fill_null(False) if name == "top1_match" else column
+            values = fill.to_numpy()
+        return np.ascontiguousarray(values.reshape(shape).transpose(2, 0, 1))
+
+    codes = pc.index_in(table.column("arm").cast(pa.string()), value_set=pa.array(arms))
+    token, position = cube("token"), cube("position")
+    if codes.null_count or (codes.to_numpy().reshape(shape) != np.arange(len(arms))).any():
+        raise ValueError(f"{path} does not hold the arms {arms} in that order")
+    if (token != token[:1]).any() or (position != position[:1, :1]).any():
+        raise ValueError(f"{path}: arms were scored on different tokens and cannot be compared")
+    return Positions(
+        arms=tuple(arms),
+        position=position[0, 0],
+        token=token[0],
+        ref_entropy=cube("ref_entropy")[0],
+        kl=cube("kl"),
+        kl_reverse=cube("kl_reverse"),
+        delta_logp=cube("delta_logp"),
+        top1_match=cube("top1_match"),
+        nonfinite=cube("nonfinite"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A complete run as the tables and figures read it: three JSON documents and where they lie."""
+
+    path: Path
+    run_id: str
+    experiment: str
+    model: str
+    document: dict
+    provenance: dict
+    summary: dict
+
+
+def find_runs(where: Path) -> list[RunFolder]:
+    """All run folders at or under `where`, sorted by path; ValueError if there is no such place."""
+    if not where.is_dir():
+        raise ValueError(f"no results folder at {where}")
+    found = sorted(where.rglob("spec.json")) if not (where / "spec.json").exists() else [where / "spec.json"]
+    return [RunFolder(path.parent) for path in found]
+
+
+def load_run(folder: RunFolder) -> RunRecord:
+    """Read a complete run; ValueError if it is not complete or of another metric version."""
+    document = read_json(folder.spec_path)
+    check_metric_version(folder.path, document)
+    status = folder.status()["status"]
+    if status != "complete":
+        raise ValueError(f"{folder.path} is not complete (status: {status}); run it again to finish it")
+    return RunRecord(
+        path=folder.path,
+        run_id=folder.path.name,
+        experiment=document["identity"]["experiment"],
+        model=document["identity"]["model"],
+        document=document,
+        provenance=read_json(folder.provenance_path),
+        summary=read_json(folder.summary_path),
+    )
