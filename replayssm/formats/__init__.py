@@ -2,5 +2,6 @@
 
 Leaf of the package: torch and the standard library only, no knowledge of recurrences, caches or
 models. Read in this order: `number` (formats as data), `rounding` (FP32 to a grid), `philox`
-(random bits for stochastic rounding), `block` (scaled blocks as data), `codec` (tensors in and out).
+(random bits for stochastic rounding), `block` (scaled blocks as data), `codec` (tensors in and
+out), `storage` (a format with its rounding, named).
 """

@@ -79,8 +79,8 @@ E4M3 = _format("e4m3", 8, 3, -6, 448.0, False, True, torch.float8_e4m3fn)
 E5M2 = _format("e5m2", 8, 2, -14, 57344.0, True, True, torch.float8_e5m2)
 INT8 = _format("int8", 8, 7, 7, 127.0, False, False, torch.int8)
 E2M1 = _format("e2m1", 4, 1, 0, 6.0, False, False, torch.uint8)
-# Powers of two, no zero, no sign: a scale format, never an element (see `block`). Stored as plain bytes:
-# torch's own E8M0 dtype cannot be indexed.
+# Powers of two, no zero, no sign: a scale format, never an element (see `block`). Stored as plain
+# bytes: torch's own E8M0 dtype cannot be indexed.
 E8M0 = _format("e8m0", 8, 0, -127, 2.0**127, False, True, torch.uint8)
 
 NUMBER_FORMATS = {f.name: f for f in (FP32, FP16, BF16, E4M3, E5M2, INT8, E2M1, E8M0)}

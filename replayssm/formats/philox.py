@@ -1,9 +1,9 @@
 """Random bits for stochastic rounding: the counter-based generator Philox-4x32.
 
 Owns the generator and the addressing of its stream. A bit pattern belongs to an *element of a
-request's state at a flush*, not to a memory slot: cache slot, batch neighbours, batch size and launch
-shape cannot change it. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
-`numpy.random.Philox` is the 4x64-bit generator of that family, a different stream.
+request's state at a flush*, not to a memory slot: cache slot, batch neighbours, batch size and
+launch shape cannot change it. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC'11). `numpy.random.Philox` is the 4x64-bit generator of that family, a different stream.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ def philox4x32(
     """Four 32-bit random words per (counter, key).
 
     Args:
-        counter: four words, int64 tensors with values in [0, 2^32) (or ints) that broadcast together.
+        counter: four words, int64 tensors with values in [0, 2^32) (or ints) that broadcast
+            together.
         key: two words, likewise.
         rounds: 5, 7 or 10.
 
@@ -35,8 +36,9 @@ def philox4x32(
         raise ValueError(f"philox rounds {rounds!r} is not one of 5, 7, 10")
     c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
     k0, k1 = (torch.as_tensor(k, dtype=torch.int64) for k in key)
-    # Operands keep their own shapes, so the first rounds run on small tensors. int64 products wrap, which
-    # leaves all 64 bits right; c1 and c3 carry garbage above bit 31 until the masks of the next round.
+    # Operands keep their own shapes, so the first rounds run on small tensors. int64 products
+    # wrap, which leaves all 64 bits right; c1 and c3 carry garbage above bit 31 until the masks of
+    # the next round.
     for _ in range(rounds):
         p0, p1 = c0 * _M0, c2 * _M1
         c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _LOW32
@@ -60,10 +62,10 @@ def random_bits(
 ) -> Tensor:
     """Random bits for every element of a batch of states.
 
-    Key = (seed, layer + stream * 2^24); counter = (flush index, sequence, head, group). Element
-    e = row * C + column of a head's state finds its bits so: up to 16 bits, a word serves two elements,
-    low half first, and group = e // 8; beyond, a word each and group = e // 4. The low `bits` bits
-    of the half or word are taken.
+    Key = (seed, layer + stream * 2^24); counter = (flush index, sequence, head, group). The
+    element at row * C + column of a head's state, number e, finds its bits so: up to 16 bits, a
+    word serves two elements, low half first, and group = e // 8; beyond 16, a word serves one and
+    group = e // 4. Of the half or the word the low `bits` bits are taken.
 
     Args:
         shape: (B, H, R, C) of the state.

@@ -1,24 +1,25 @@
 """Rounding FP32 values to a number format, to the last bit and without library casts.
 
-Owns the three rounding modes, overflow and the treatment of NaN and Inf. Knows no scales, no packing
+Owns the three rounding modes, overflow and the treatment of NaN and Inf. Knows no scales, no
+packing
 and draws no random numbers: random bits are an argument, so every result is a pure function of its
 inputs. A kernel that follows the operations written here stores identical codes.
 
 How a magnitude v in [2^E, 2^(E+1)), E at least min_exponent, meets its grid of spacing
 ulp = 2^(E - mantissa_bits):
 
-* nearest, ties to even: (v + c) - c with c = 2^23 ulp. One IEEE FP32 addition rounds v to a multiple
-  of ulp, the subtraction is exact. c is built from the exponent bits of v.
+* nearest, ties to even: (v + c) - c with c = 2^23 ulp. One IEEE FP32 addition rounds v to a
+  multiple of ulp, the subtraction is exact. c is built from the exponent bits of v.
 * stochastic with n random bits r: t = floor(v / ulp * 2^n) is exact (a multiplication by a power of
-  two, then truncation to an integer), and (t + r) >> n is the rounded multiple of ulp. This is the rule
-  "away from zero iff floor(f * 2^n) + r >= 2^n" for the discarded fraction f of one ulp.
-  With d discarded bits the probability of rounding away is exactly f when n >= d and
-  floor(f * 2^n) / 2^n (too small by less than 2^-n) when n < d. d counts the bits that are really
+  two, then truncation to an integer), and (t + r) >> n is the rounded multiple of ulp. This is the
+  rule "away from zero iff floor(f * 2^n) + r >= 2^n" for the discarded fraction f of one ulp. With
+  d discarded bits the probability of rounding away is exactly f when n >= d and floor(f * 2^n) /
+  2^n (too small by less than 2^-n) when n < d. d counts the bits that are really
   discarded: it grows in the subnormal range.
 * toward zero: the same with r = 0.
 
-Formats with the exponent range of FP32 (BF16) discard a constant number of bits, so integer addition on
-the FP32 bits does the same job, subnormals included.
+Formats with the exponent range of FP32 (BF16) discard a constant number of bits, so integer
+addition on the FP32 bits does the same job, subnormals included.
 """
 
 import math
@@ -82,14 +83,15 @@ def round_to_format(
 
     A value *overflows* when, rounded as if the exponent range had no upper end, it exceeds
     `fmt.max_value`. NaN stays NaN (its sign is kept, its payload is not). Non-finite input never
-    becomes finite: Inf stays Inf, or becomes NaN in a format without Inf (E4M3), whatever `saturate`
-    says. The sign of a zero is kept.
+    becomes finite: Inf stays Inf, or becomes NaN in a format without Inf (E4M3), whatever
+    `saturate` says. The sign of a zero is kept.
 
     Args:
         x: [N, ...] float32, not modified.
         fmt: target format; E8M0 is not an element format and is refused.
         rounding: how to round.
-        random_bits: integers in [0, 2^rounding.bits), shape of `x`; needed by the stochastic mode only.
+        random_bits: integers in [0, 2^rounding.bits), shape of `x`; needed by the stochastic mode
+            only.
         saturate: what finite overflow becomes: +-max_value if true; otherwise Inf, or NaN in a
             format without Inf. Formats with neither (INT8, E2M1) always saturate.
 
@@ -106,7 +108,8 @@ def round_to_format(
     if fmt.name == "e8m0":
         raise ValueError("e8m0 is a scale format; elements cannot be rounded to it")
     if (rounding.mode == "stochastic") != (random_bits is not None):
-        raise ValueError(f"{rounding.mode} rounding was given random_bits={random_bits is not None}")
+        given = "none" if random_bits is None else "some"
+        raise ValueError(f"{rounding.mode} rounding was given {given} for random bits")
     if not saturate and not fmt.has_nan:
         raise ValueError(f"{fmt.name} has no code for overflow; it must saturate")
 
@@ -119,17 +122,23 @@ def round_to_format(
         values = _round_magnitude(magnitude, fmt, rounding, random_bits)
         return torch.copysign(values, x, out=values), saturated
 
-    if not math.isfinite(largest) and not fmt.has_nan:
+    all_finite = math.isfinite(largest)
+    if not all_finite and not fmt.has_nan:
         raise ValueError(f"input holds Inf or NaN, which {fmt.name} cannot express")
     # One binade of room above max_value is enough to tell that a value overflowed.
     magnitude = magnitude.clamp_(max=min(2.0 ** (fmt.max_exponent + 1), FP32.max_value))
     values = _round_magnitude(magnitude, fmt, rounding, random_bits)
-    finite = torch.isfinite(x)
-    over = (values > fmt.max_value) & finite
-    saturated = over.flatten(1).sum(1) if x.dim() > 1 else over.to(torch.int64)
+    over = values > fmt.max_value
+    if not all_finite:
+        over &= torch.isfinite(x)
+    saturated = over.reshape(x.shape[0], -1).sum(1)
     beyond = math.inf if fmt.has_infinity else math.nan
-    values = values.masked_fill_(over, fmt.max_value if saturate else beyond)
-    values = values.masked_fill_(torch.isinf(x), beyond).masked_fill_(torch.isnan(x), math.nan)
+    if saturate:
+        values = values.clamp_(max=fmt.max_value)
+    else:
+        values = values.masked_fill_(over, beyond)
+    if not all_finite:
+        values = values.masked_fill_(x.isinf(), beyond).masked_fill_(x.isnan(), math.nan)
     return torch.copysign(values, x, out=values), saturated
 
 
