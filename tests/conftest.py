@@ -1,7 +1,7 @@
 """Common fixtures: tiny random-weight models of every supported architecture, seeds, threads.
 
-The models are built from configurations, need no download and take a fraction of a second each. Their
-weights are scaled so that the recurrent state matters for the logits: transformers' default
+The models are built from configurations, need no download and take a fraction of a second each.
+Their weights are scaled so that the recurrent state matters for the logits: transformers' default
 initialisation would leave them almost uniform and hide a dead state update.
 """
 
@@ -90,7 +90,13 @@ def tiny_config(name: str):
         return transformers.NemotronHConfig(
             **common,
             **_ATTENTION,
-            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+            layers_block_type=[
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "linear_attention",
+                "moe",
+            ],
             head_dim=16,
             intermediate_size=96,
             mamba_num_heads=8,

@@ -1,13 +1,13 @@
 """Many policies on one text, in one batch: teacher-forced windows with FP32 logits of every arm.
 
-Owns the batch layout (rows = arms x prompts, arm after arm, padding rows last), prefill and hand-over,
-the order of windows, and the reference's own generation. Must not know how KL is computed or stored:
-`study/` takes the logits of a window and drops them before the next.
+Owns the batch layout (rows = arms x prompts, arm after arm, padding rows last), prefill and
+hand-over, the order of windows, and the reference's own generation. Must not know how KL is
+computed or stored: `study/` takes the logits of a window and drops them before the next.
 
-All arms see the same tokens. Only recurrent layers tell rows apart; everything else is one forward pass
-over all rows, so two rows with the same policy agree bit for bit. On CPU that holds only when rows x window
-is a multiple of 8: rows in the tail of a matrix product take another summation order (differences of
-1e-6). Padding rows (copies of the reference) make it so.
+All arms see the same tokens. Only recurrent layers tell rows apart; everything else is one forward
+pass over all rows, so two rows with the same policy agree bit for bit. On CPU that holds only when
+rows x window is a multiple of 8: rows in the tail of a matrix product take another summation order
+(differences of 1e-6). Padding rows (copies of the reference) make it so.
 
 Positions count tokens of the whole text from 0; the logits at position i predict token i + 1.
 """
@@ -75,8 +75,8 @@ class Window:
 class Lockstep:
     """Arms in lockstep on one model (see module docstring).
 
-    `start(prompts)` begins a text and forgets the one before; then iterate `read(tokens)` (teacher-forced on
-    a given text) or `generate(n)` (on tokens the FP32 reference chooses).
+    `start(prompts)` begins a text and forgets the one before; then iterate `read(tokens)`
+    (teacher-forced on a given text) or `generate(n)` (on tokens the FP32 reference chooses).
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Lockstep:
         self.window = window
         self.backend = backend
 
-    # -- a text begins ------------------------------------------------------------------------------
+    # -- a text begins -----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def start(
@@ -103,7 +103,8 @@ class Lockstep:
         """Prefill `prompts` [P, T0 >= 1] (int64, equal lengths) and hand over to every arm.
 
         tokens: how many more tokens will be read or generated; sizes storage and padding rows.
-        prompt_ids: one id per prompt, the sequence number of random bits and sampling (default 0, 1, ..).
+        prompt_ids: one id per prompt, the sequence number of random bits and sampling (default 0,
+            1, ..).
 
         One row per prompt is run: prefill rounds nothing, so its state is the same for every arm.
         """
@@ -129,7 +130,8 @@ class Lockstep:
         limit = self.adapter.max_positions
         if limit is not None and capacity > limit:
             raise ValueError(
-                f"prompt and text have {capacity} tokens, {self.adapter.name!r} has {limit} positions"
+                f"prompt and text have {capacity} tokens, {self.adapter.name!r} has "
+                f"{limit} positions"
             )
         groups = [self._group(arm, self.prompt_ids) for arm in self.arms]
         rows = len(self.arms) * prompts
@@ -162,11 +164,11 @@ class Lockstep:
         )
 
     def _row_multiple(self, tokens: int) -> int:
-        """Rows must be a multiple of this for rows x T to be one of ROW_MULTIPLE in every window."""
+        """What rows must be a multiple of, for rows x T to be one of ROW_MULTIPLE throughout."""
         lengths = {min(self.window, tokens), tokens % self.window} - {0}
         return max(ROW_MULTIPLE // gcd(ROW_MULTIPLE, length) for length in lengths)
 
-    # -- windows ------------------------------------------------------------------------------------
+    # -- windows -----------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:
@@ -176,7 +178,8 @@ class Lockstep:
     def read(self, text: Tensor) -> Iterator[Window]:
         """Teacher-forced windows over `text` [P, N], the tokens that follow what was read so far.
 
-        The target of the last token is unknown. Stopping early leaves the engine after the last window.
+        The target of the last token is unknown. Stopping early leaves the engine after the last
+        window.
         """
         text = text.to(self.adapter.device)
         self._check_remaining(text.shape)
@@ -187,9 +190,10 @@ class Lockstep:
             yield self._run(text[:, span], targets[:, span])
 
     def generate(self, tokens: int, sampler: Sampler | None = None) -> Iterator[Window]:
-        """Windows over `tokens` tokens that the FP32 reference chooses as it goes (default: greedy).
+        """Windows over `tokens` tokens that the reference chooses as it goes (default: greedy).
 
-        The reference generates a window token by token; then every arm, the reference row included, reads it.
+        The reference generates a window token by token; then every arm, the reference row included,
+        reads it.
         """
         sampler = sampler or Sampler()
         self._check_remaining((len(self.prompt_ids), tokens))
@@ -207,7 +211,8 @@ class Lockstep:
         # Rows are padded for whole windows and for the remainder announced to start().
         if shape[1] % self.window and shape[1] != remaining:
             raise ValueError(
-                f"{shape[1]} tokens are not whole windows of {self.window} and not the rest of the text"
+                f"{shape[1]} tokens are not whole windows of {self.window} and not the rest of "
+                "the text"
             )
 
     @torch.inference_mode()
@@ -234,7 +239,7 @@ class Lockstep:
         logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
         return Window(start=start, tokens=tokens, targets=targets, logits=logits)
 
-    # -- looking inside, and resuming ---------------------------------------------------------------
+    # -- looking inside, and resuming --------------------------------------------------------------
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -243,7 +248,7 @@ class Lockstep:
 
     @torch.inference_mode()
     def states(self, layer: int) -> Tensor:
-        """Effective recurrent state of every arm, FP32 [arms, prompts, heads, rows, contracted axis]."""
+        """Effective recurrent state of every arm, FP32 [arms, prompts, *state shape]."""
         return torch.stack(self._stream.session.states(layer)[: len(self.arms)])
 
     def saturated(self, layer: int) -> Tensor:
@@ -263,7 +268,7 @@ class Lockstep:
 
     @torch.inference_mode()
     def load_engine_state(self, tensors: dict[str, Tensor]) -> None:
-        """Go on where `engine_state` was taken, on an engine with the same model, arms and window."""
+        """Go on where `engine_state` was taken: same model, arms, window and backend."""
         prompts, prompt_length, following = tensors["shape"].tolist()
         self._prepare((prompts, prompt_length), following, tensors["prompt_ids"].tolist())
         device = self.adapter.device

@@ -18,7 +18,7 @@ _SAMPLING_KEY = 0xFFFFFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """temperature 0 is greedy (ties go to the smallest id); otherwise sampling from softmax(logits / t)."""
+    """temperature 0 is greedy (smallest id on ties), else samples softmax(logits / temperature)."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -36,7 +36,7 @@ class Sampler:
         """
         if self.temperature == 0.0:
             return logits.argmax(dim=-1)
-        # The distribution function is summed in float64, so that 250k small terms do not lose the tail.
+        # Summed in float64, so that 250k small terms do not lose the tail.
         mass = torch.softmax(logits.double() / self.temperature, dim=-1).cumsum(dim=-1)
         draw = self._uniform(prompts, position).to(mass.device)[:, None] * mass[:, -1:]
         return torch.searchsorted(mass, draw, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

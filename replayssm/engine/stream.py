@@ -1,7 +1,7 @@
 """One batch of rows moving through a text: a session, the library's cache, and the position.
 
-Owns that these three move together. Must not know what the rows stand for: `lockstep.py` and `decode.py`
-give them meaning.
+Owns that these three move together. Must not know what the rows stand for: `lockstep.py` and
+`decode.py` give them meaning.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from replayssm.models.adapter import Adapter
 from replayssm.models.kv_cache import cache_tensors, filled_cache
 from replayssm.models.session import ReplaySession, RowGroup
 
-# Prefill runs in chunks of this many tokens, so that a long prompt does not need all its activations at once.
+# Tokens a prefill pass reads at once: a long prompt must not need all its activations together.
 PREFILL_CHUNK = 512
 
 
 class Stream:
-    """Rows that are prefilled, handed over to their policies, and stepped. Callers use inference mode.
+    """Rows that are prefilled, handed over, and stepped. Callers use inference mode.
 
     source: for each decode row, the prefill row whose text it continues.
     capacity: tokens of attention storage to set aside (it grows beyond when needed).

@@ -1,10 +1,12 @@
-"""Hugging Face models with a recurrence we can run: loading, adapters, and policies under their layers.
+"""Hugging Face models with a recurrence we can run: loading, and policies under their layers.
 
-Owns the table of architectures, the replacement of their recurrence functions, and loading. Must not know
-lockstep, studies or the command line. Only this package and `engine` may import transformers.
+Owns the table of architectures, the replacement of their recurrence functions, and loading. Must
+not know lockstep, studies or the command line. Only this package and `engine` may import
+transformers.
 
-Start with `architectures.py` (what is supported), then `session.py` (how a policy gets under a model).
-Nothing here imports torch or transformers until it is needed, so that the command line answers at once.
+Start with `architectures.py` (what is supported), then `session.py` (how a policy gets under a
+model). Nothing here imports torch or transformers until it is needed, so that the command line
+answers at once.
 """
 
 from replayssm.models.architectures import ARCHITECTURES, Architecture

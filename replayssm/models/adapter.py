@@ -1,8 +1,8 @@
-"""A model with a recurrence we can run: its layers in order, and one way to call it in every version.
+"""A model with a recurrence we can run: its layers, and one way to call it in every version.
 
-Owns finding the recurrent layers of a model instance and the differences between versions in how a model
-is called (name of the cache argument, explicit positions, which logits are computed). Must not know
-policies; `session.py` puts policies under the layers found here.
+Owns finding the recurrent layers of a model instance and the differences between versions in how a
+model is called (name of the cache argument, explicit positions, which logits are computed). Must
+not know policies; `session.py` puts policies under the layers found here.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayer:
-    """One recurrent layer: `index` is its position in the model (the layer number in random bits)."""
+    """One recurrent layer; `index` is its place in the model (the layer number in random bits)."""
 
     index: int
     name: str
@@ -39,14 +39,17 @@ class Adapter:
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         self.model = model
         self.config = config
-        self.architecture: Architecture = find_architecture(config.model_type, where=repr(self.name))
+        self.architecture: Architecture = find_architecture(
+            config.model_type, where=repr(self.name)
+        )
         self.family: Family = get_family(self.architecture.family)
         self.layers = self._find_layers()
         parameters = inspect.signature(model.forward).parameters
         keywords = [key for key in _CACHE_KEYWORDS if key in parameters]
         if not keywords:
             raise UnsupportedModelError(
-                f"{self.name!r}: forward takes none of {_CACHE_KEYWORDS}; is this a causal language model?"
+                f"{self.name!r}: forward takes none of {_CACHE_KEYWORDS}; is it a causal "
+                "language model?"
             )
         self._cache_keyword = keywords[0]
         self._takes_positions = "position_ids" in parameters
@@ -54,7 +57,7 @@ class Adapter:
         self.head: nn.Module = model.get_output_embeddings()
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
             raise UnsupportedInputError(
-                f"{self.name!r}: some weights are offloaded; the whole model must fit on its devices"
+                f"{self.name!r}: some weights are offloaded; the model must fit on its devices"
             )
         self._head_weight = self.head.weight.detach().float()
         bias = self.head.bias
@@ -69,8 +72,8 @@ class Adapter:
         ]
         if not layers:
             raise UnsupportedModelError(
-                f"{self.name!r} ({self.architecture.name}) has no recurrent layer: every layer of this "
-                "configuration is attention; nothing to store in another format"
+                f"{self.name!r} ({self.architecture.name}) has no recurrent layer: there is no "
+                "state to keep in another format"
             )
         assert len({layer.index for layer in layers}) == len(layers), "two layers share an index"
         return tuple(sorted(layers, key=lambda layer: layer.index))
@@ -104,8 +107,8 @@ class Adapter:
     def forward(self, tokens: Tensor, cache, *, start: int, last_only: bool = False) -> Tensor:
         """Run `tokens` [B, T] (int64) at positions start .. start+T-1, continuing `cache` in place.
 
-        Returns logits [B, T, vocabulary], or [B, 1, vocabulary] with `last_only`. All rows must hold T
-        real tokens: there is no padding mask.
+        Returns logits [B, T, vocabulary], or [B, 1, vocabulary] with `last_only`. All rows must
+        hold T real tokens: there is no padding mask.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise UnsupportedInputError(f"tokens must be [rows, T >= 1], got {tuple(tokens.shape)}")
@@ -121,8 +124,8 @@ class Adapter:
     def fp32_head(self, forward) -> Callable[[Tensor], Tensor]:
         """A forward for the last projection that computes in FP32 whatever the model's dtype.
 
-        Logits stored in bf16 alone would fake a KL of 5e-4. What the model does to them afterwards (scaling,
-        capping) is the model's own and stays.
+        Logits stored in bf16 alone would fake a KL of 5e-4. What the model does to them afterwards
+        (scaling, capping) is the model's own and stays.
         """
         del forward
 

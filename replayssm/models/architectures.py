@@ -1,8 +1,8 @@
-"""The Hugging Face architectures whose recurrence we run: which class is the mixer, which family it is.
+"""The Hugging Face architectures whose recurrence we run: their recurrent layer and its family.
 
 Owns the table from `config.model_type` to the facts an adapter needs. Facts only: no torch, no
-transformers import, so that `replayssm models` answers at once. How a family's functions are called is
-in `families/`; how they are replaced is in `patching.py`.
+transformers import, so that `replayssm models` answers at once. How a family's functions are called
+is in `families/`; how they are replaced is in `patching.py`.
 
 All facts were read from transformers 5.17 and 5.24 and are tested on tiny random models of both.
 """
@@ -47,10 +47,7 @@ def _row(name: str, family: str, mixer: str, note: str = "", *extra_types: str) 
     )
 
 
-_DT_MIN = (
-    "step size clamped to [time_step_min, inf) at every token: transformers clamps only when it runs "
-    "several tokens at once"
-)
+_DT_MIN = "step size clamped to [time_step_min, inf) at every token (transformers: only in prefill)"
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     _row(
@@ -68,16 +65,26 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "qwen3_5_moe_text",
     ),
     _row("qwen3_next", GATED_DELTA, "Qwen3NextGatedDeltaNet"),
-    _row("olmo_hybrid", GATED_DELTA, "OlmoHybridGatedDeltaNet", "beta in (0, 2): negative eigenvalues"),
+    _row(
+        "olmo_hybrid",
+        GATED_DELTA,
+        "OlmoHybridGatedDeltaNet",
+        "beta in (0, 2): negative eigenvalues",
+    ),
     _row("mamba2", MAMBA2, "Mamba2Mixer", "step size clamped to time_step_limit at every token"),
     _row("nemotron_h", MAMBA2, "NemotronHMamba2Mixer", _DT_MIN),
     _row("bamba", MAMBA2, "BambaMixer", "step size clamped to time_step_limit at every token"),
-    _row("falcon_h1", MAMBA2, "FalconH1Mixer", "gate applied inside the one-token call when there is no norm"),
+    _row(
+        "falcon_h1",
+        MAMBA2,
+        "FalconH1Mixer",
+        "gate applied inside the one-token call when there is no norm",
+    ),
     _row("granitemoehybrid", MAMBA2, "GraniteMoeHybridMambaLayer"),
     _row("zamba2", MAMBA2, "Zamba2MambaMixer", _DT_MIN),
 )
 
-# Recurrent language models that transformers can load and we cannot run, with the reason a person gets.
+# Recurrent models that transformers can load and we cannot run, with the reason a person gets.
 UNSUPPORTED_RECURRENT: dict[str, str] = {
     "mamba": "Mamba-1 (a state per channel)",
     "falcon_mamba": "Mamba-1 (a state per channel)",

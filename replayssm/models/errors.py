@@ -1,7 +1,7 @@
 """Errors a person can cause when choosing or loading a model; each message is one clear line.
 
-Owns the exception types of `replayssm.models`. Must not import torch or transformers: the command line
-catches these without paying for either.
+Owns the exception types of `replayssm.models`. Must not import torch or transformers: the command
+line catches these without paying for either.
 """
 
 
@@ -22,8 +22,8 @@ class TokenizerError(ModelError):
 
 
 class UnsupportedInputError(ModelError):
-    """The model is supported, the way it was called is not (padding, training mode, packed rows)."""
+    """A supported model was used in an unsupported way (padding, packed rows, training mode)."""
 
 
 class HookNotLiveError(RuntimeError):
-    """A recurrent layer ran without reaching our state update: numbers would silently be the library's."""
+    """A recurrent layer ran past our state update: the numbers would be the library's own."""

@@ -1,8 +1,9 @@
-"""The library's cache of a model: attention keys and values, convolution inputs. Not the recurrent state.
+"""The library's cache of a model, less the recurrent state: attention and convolution inputs.
 
-Owns cache layers that append without copying the past (the library concatenates, which for a long text
-and many rows costs more than the model), and copying, repeating, saving and loading whole caches. Must
-not know recurrences, sessions or policies. Sliding-window layers stay the library's own.
+Owns cache layers that append without copying the past (the library concatenates, which for a long
+text and many rows costs more than the model), and copying, repeating, saving and loading whole
+caches. Must not know recurrences, sessions or policies. Sliding-window layers stay the library's
+own.
 
 Shapes: B rows, HA attention heads, S tokens so far, D attention head dimension.
 """
@@ -76,7 +77,7 @@ class HybridAppendLayer(LinearAttentionAndFullAttentionLayer, AppendLayer):
 
 
 def new_cache(config, *, capacity: int = 0) -> Cache:
-    """An empty cache for a model with this (text) configuration; `capacity` tokens are preallocated."""
+    """An empty cache for this (text) configuration, `capacity` tokens preallocated."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
@@ -87,7 +88,7 @@ def new_cache(config, *, capacity: int = 0) -> Cache:
 
 
 def cache_tensors(cache: Cache) -> dict[str, Tensor]:
-    """Everything the cache holds, by name, as views: "3.keys", "0.conv.0". Empty slots are left out."""
+    """What the cache holds, by name, as views ("3.keys", "0.conv.0"); empty slots left out."""
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and layer.get_seq_length() > 0:
@@ -127,7 +128,9 @@ def _pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return tensor.index_select(0, torch.tensor(list(rows), device=tensor.device))
 
 
-def _fill_sliding(layer: DynamicSlidingWindowLayer, keys: Tensor, values: Tensor, seen: Tensor) -> None:
+def _fill_sliding(
+    layer: DynamicSlidingWindowLayer, keys: Tensor, values: Tensor, seen: Tensor
+) -> None:
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
     layer.cumulative_length = int(seen)
@@ -137,5 +140,7 @@ def _fill_linear(layer: LinearAttentionCacheLayerMixin, slot: int, states: Tenso
     """Put back convolution inputs, and the placeholder that says there is a recurrent state."""
     layer.lazy_initialization(conv_states=states, state_idx=slot)
     layer.conv_states[slot].copy_(states)
-    layer.lazy_initialization(recurrent_states=states.new_zeros(1, dtype=torch.float32), state_idx=slot)
+    layer.lazy_initialization(
+        recurrent_states=states.new_zeros(1, dtype=torch.float32), state_idx=slot
+    )
     layer.has_previous_state[slot] = True

@@ -1,14 +1,15 @@
 """Swapping functions under Hugging Face layers: per instance, reversible, never silent.
 
-Owns the two kinds of replacement and their exact undoing: module-level functions (one dispatcher per name,
-present while at least one patch is active anywhere in the process) and `forward` of single module
-instances. Must not know recurrences, policies or caches.
+Owns the two kinds of replacement and their exact undoing: module-level functions (one dispatcher
+per name, present while at least one patch is active anywhere in the process) and `forward` of
+single module instances. Must not know recurrences, policies or caches.
 
-transformers looks its recurrence functions up by name in the modeling module each time a layer runs, so
-replacing the module attribute reaches every layer of every model of that architecture in the process. The
-dispatcher therefore asks which layer instance is running, and runs the original for every layer that no
-active patch claims. Whatever the library resolved the name to (its torch code, or a kernel from fla,
-mamba_ssm or the hub) is bypassed for claimed layers and reported by `resolved_implementation`.
+transformers looks its recurrence functions up by name in the modeling module each time a layer
+runs, so replacing the module attribute reaches every layer of every model of that architecture in
+the process. The dispatcher therefore asks which layer instance is running, and runs the original
+for every layer that no active patch claims. Whatever the library resolved the name to (its torch
+code, or a kernel from fla, mamba_ssm or the hub) is bypassed for claimed layers and reported by
+`resolved_implementation`.
 """
 
 import functools
@@ -53,7 +54,8 @@ _running = _Running()
 def resolved_implementation(function: Callable) -> str:
     """Qualified name of what transformers would have run under a decorated module function.
 
-    The decorator keeps its choice in a closure variable; a plain function is its own implementation.
+    The decorator keeps its choice in a closure variable; a plain function is its own
+    implementation.
     """
     chosen = function
     if inspect.isfunction(function):
@@ -66,8 +68,8 @@ def resolved_implementation(function: Callable) -> str:
 def replaced_functions(module_name: str, names: tuple[str, ...]):
     """While active, functions `names` of `module_name` go to the claimed layer that is running.
 
-    Yields {name: what the library would have run}. Nested and overlapping uses share one dispatcher;
-    the last to leave restores the original object.
+    Yields {name: what the library would have run}. Nested and overlapping uses share one
+    dispatcher; the last to leave restores the original object.
     """
     module = importlib.import_module(module_name)
     held: list[str] = []
@@ -101,8 +103,8 @@ def _release(module: Any, name: str) -> None:
         _dispatchers[key][1] = count - 1
         return
     del _dispatchers[key]
-    # Someone who replaced the name after us, and is still there, is left alone: their wrapper ends in our
-    # dispatcher, which runs the original when no layer is claimed.
+    # Someone who replaced the name after us, and is still there, is left alone: their wrapper ends
+    # in our dispatcher, which runs the original when no layer is claimed.
     if getattr(module, name) is dispatcher:
         setattr(module, name, original)
 
@@ -121,10 +123,11 @@ def _make_dispatcher(name: str, original: Callable) -> Callable:
 
 @contextmanager
 def replaced_forward(module: nn.Module, make: Callable[[Callable], Callable]):
-    """While active, `module.forward` is `make(forward)`; the instance attribute is restored exactly.
+    """While active, `module.forward` is `make(forward)`; the instance attribute is restored
+    exactly.
 
-    `forward` is what the instance would run without any of our patches: a patch inside a patch on the
-    same module replaces the outer one for its duration instead of running inside it.
+    `forward` is what the instance would run without any of our patches: a patch inside a patch on
+    the same module replaces the outer one for its duration instead of running inside it.
     """
     before = module.__dict__.get("forward", _ABSENT)
     bare = getattr(before, "_replayssm_bare", module.forward)
@@ -145,14 +148,16 @@ def replaced_forward(module: nn.Module, make: Callable[[Callable], Callable]):
 def claimed_layer(mixer: nn.Module, call: Call, *, where: str):
     """While active, the recurrence of this layer instance goes to `call`.
 
-    Refuses what would make the numbers wrong without an error: padding inside a row and a layer that
-    finishes without its recurrence having reached us (exactly once).
+    Refuses what would make the numbers wrong without an error: padding inside a row and a layer
+    that finishes without its recurrence having reached us (exactly once).
     """
 
     def make(forward: Callable) -> Callable:
         parameters = inspect.signature(forward).parameters
         if "attention_mask" not in parameters:
-            raise HookNotLiveError(f"{where}: the layer's forward takes no attention_mask; unknown version")
+            raise HookNotLiveError(
+                f"{where}: the layer's forward takes no attention_mask; unknown version"
+            )
         mask_index = list(parameters).index("attention_mask")
 
         @functools.wraps(forward)

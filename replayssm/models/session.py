@@ -1,8 +1,8 @@
 """Policies under a model: which rows of the batch keep their recurrent state in which format.
 
-Owns the recurrent state of one model instance: per layer and row group one `StateUpdate` and its cache,
-the FP32 state during prefill, and the hand-over between the two. Owns also that the last projection
-delivers FP32. Must not know token generation, lockstep or studies.
+Owns the recurrent state of one model instance: per layer and row group one `StateUpdate` and its
+cache, the FP32 state during prefill, and the hand-over between the two. Owns also that the last
+projection delivers FP32. Must not know token generation, lockstep or studies.
 
 A session starts from zero state and goes through two phases:
 
@@ -32,11 +32,11 @@ from replayssm.state_update import StateUpdate
 class RowGroup:
     """Consecutive batch rows that share a policy.
 
-    sequences: one id per row, the sequence number in stochastic rounding: rows with the same seed and
-        sequence draw the same bits.
+    sequences: one id per row, the sequence number in stochastic rounding: rows with the same seed
+        and sequence draw the same bits.
     seeds: one seed per row for stochastic rounding.
-    log_decay_factor: every log decay of these rows is multiplied by it; 1.01 is the deliberate fault of a
-        study, anything but 1.0 is wrong on purpose.
+    log_decay_factor: every log decay of these rows is multiplied by it; 1.01 is the deliberate
+        fault of a study, anything but 1.0 is wrong on purpose.
     """
 
     policy: PrecisionPolicy
@@ -70,9 +70,10 @@ class _LayerState:
 class ReplaySession:
     """Context manager: while active, the model's recurrent layers run on our state update.
 
-    It may be entered many times; its state stays between. While it is active, other models and other
-    instances of the same architecture are untouched, and a session entered inside another on the same
-    model takes its place until it leaves. On leaving, functions and methods are restored exactly.
+    It may be entered many times; its state stays between. While it is active, other models and
+    other instances of the same architecture are untouched, and a session entered inside another on
+    the same model takes its place until it leaves. On leaving, functions and methods are restored
+    exactly.
     """
 
     def __init__(self, adapter: Adapter, groups: Sequence[RowGroup], *, backend: str = "auto"):
@@ -108,7 +109,7 @@ class ReplaySession:
             ],
         )
 
-    # -- activation ---------------------------------------------------------------------------------
+    # -- activation --------------------------------------------------------------------------------
 
     def __enter__(self) -> "ReplaySession":
         if self._active is not None:
@@ -145,7 +146,7 @@ class ReplaySession:
 
         return call
 
-    # -- the recurrence -----------------------------------------------------------------------------
+    # -- the recurrence ----------------------------------------------------------------------------
 
     def _run_layer(self, state: _LayerState, inputs: Any, *, continued: bool) -> Tensor:
         """One layer, one forward pass: FP32 outputs [B, T, H, P] of `inputs` [B, T, ...]."""
@@ -161,9 +162,7 @@ class ReplaySession:
         else:
             if rows != self.rows:
                 raise UnsupportedInputError(f"the session decodes {self.rows} rows, got {rows}")
-            parts = [
-                self._run_group(state, index, inputs) for index in range(len(self.groups))
-            ]
+            parts = [self._run_group(state, index, inputs) for index in range(len(self.groups))]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         state.tokens += tokens
         return out
@@ -177,14 +176,17 @@ class ReplaySession:
         return state.updates[index].step(state.caches[index], inputs)
 
     def prefill_states(self) -> list[tuple[int, Tensor | None]]:
-        """(tokens seen, FP32 state [rows, H, P, N] or None before any token) of each layer in prefill."""
+        """(tokens seen, FP32 state [rows, H, P, N] or None before any token) of each layer in
+        prefill.
+        """
         assert not self.decoding, "prefill has ended"
         return [(state.tokens, state.prefill_state) for state in self._layers]
 
     def hand_over(
         self, prefilled: list[tuple[int, Tensor | None]], *, source: Sequence[int]
     ) -> None:
-        """End prefill: decode row r continues row `source[r]` of `prefilled` (from `prefill_states`).
+        """End prefill: decode row r continues row `source[r]` of `prefilled` (from
+        `prefill_states`).
 
         Each group's state is rounded once, with flush index 0, and every ring starts empty.
         """
@@ -236,7 +238,7 @@ class ReplaySession:
                 )
         self.decoding = True
 
-    # -- looking at the state -----------------------------------------------------------------------
+    # -- looking at the state ----------------------------------------------------------------------
 
     @property
     def layer_indices(self) -> tuple[int, ...]:
@@ -245,7 +247,8 @@ class ReplaySession:
     def states(self, layer: int) -> list[Tensor]:
         """Effective state of each group at model layer `layer`: checkpoint with the ring folded in.
 
-        FP32, [group rows, H, P, N] (or [.., HV, V, K]); what a policy would go on from, not what it reads.
+        FP32, [group rows, H, P, N] (or [.., HV, V, K]); what a policy would go on from, not what it
+        reads.
         """
         state = self._find(layer)
         return [u.state(c) for u, c in zip(state.updates, state.caches, strict=True)]
@@ -259,4 +262,3 @@ class ReplaySession:
             if state.layer.index == layer:
                 return state
         raise ValueError(f"layer {layer} is not recurrent; recurrent layers: {self.layer_indices}")
-

@@ -1,9 +1,9 @@
 """How the recurrence functions of a family are called, and what our operator gets from a call.
 
-Owns the `Family` interface. A family knows argument layouts of Hugging Face functions and nothing about
-sessions, policies or caches: it turns one call into the inputs of the operator, hands them to `execute`,
-and gives the result back in the shape and dtype the layer expects. Read `gated_delta.py` or `mamba2.py`
-next, then `../patching.py`.
+Owns the `Family` interface. A family knows argument layouts of Hugging Face functions and nothing
+about sessions, policies or caches: it turns one call into the inputs of the operator, hands them to
+`execute`, and gives the result back in the shape and dtype the layer expects. Read `gated_delta.py`
+or `mamba2.py` next, then `../patching.py`.
 """
 
 from typing import Any, Protocol
@@ -56,7 +56,7 @@ def get_family(name: str) -> Family:
 
 
 def state_placeholder(like: Tensor) -> Tensor:
-    """What goes into the library's recurrent-state slot: one number, so that nothing large is carried.
+    """What goes into the library's recurrent-state slot: one number.
 
     The state itself lives in our caches; the library only asks whether the slot is filled.
     """

@@ -7,15 +7,16 @@ Shapes: B rows, T tokens, HK key heads, HV value heads, K key dimension, V value
 
 Facts of both transformers versions, and what we make of them:
 
-* q and k arrive raw; `use_qk_l2norm_in_kernel=True` asks for L2 normalisation with eps 1e-6, in FP32.
-  We normalise here, in FP32, and scale q by K^-1/2: the operator gets what it folds and reads. For a
-  bf16 model the ring therefore holds FP32 keys: the same numbers as a bf16 ring of raw keys that is
-  normalised at replay, without rounding the normalised key once more.
-* 5.17 repeats q and k to HV heads before the call, 5.24 passes HK heads. Repeats are consecutive copies, so
-  every (heads / HK)-th head is taken: the ring keeps HK keys in both versions, with the same bits.
-* g is FP32 in both versions. beta is the sigmoid in the dtype of the model: FP32 for an FP32 model, but
-  for a bf16 model it arrives rounded to bf16 (8 bits), and we use it as the layer computed it: the
-  rounding is a property of the model as served, and every policy row gets the same beta.
+* q and k arrive raw; `use_qk_l2norm_in_kernel=True` asks for L2 normalisation with eps 1e-6, in
+  FP32. We normalise here, in FP32, and scale q by K^-1/2: the operator gets what it folds and
+  reads. For a bf16 model the ring therefore holds FP32 keys: the same numbers as a bf16 ring of raw
+  keys that is normalised at replay, without rounding the normalised key once more.
+* 5.17 repeats q and k to HV heads before the call, 5.24 passes HK heads. Repeats are consecutive
+  copies, so every (heads / HK)-th head is taken: the ring keeps HK keys in both versions, with the
+  same bits.
+* g is FP32 in both versions. beta is the sigmoid in the dtype of the model: FP32 for an FP32 model,
+  but for a bf16 model it arrives rounded to bf16 (8 bits), and we use it as the layer computed it:
+  the rounding is a property of the model as served, and every policy row gets the same beta.
 * The state argument is K-first in the library, V-first with us; it never crosses this border.
 """
 

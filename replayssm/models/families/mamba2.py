@@ -1,25 +1,28 @@
 """Mamba-2 layers: mamba2, nemotron_h, bamba, falcon_h1, granitemoehybrid, zamba2.
 
 Owns the argument layout of `mamba2_selective_state_update` (one token from a cached state),
-`mamba2_chunk_scan` (everything else) and `mamba2_split_conv1d_scan_combined` (a fused path the layers
-take only while training, without a cache). Must not know sessions, policies or caches.
+`mamba2_chunk_scan` (everything else) and `mamba2_split_conv1d_scan_combined` (a fused path the
+layers take only while training, without a cache). Must not know sessions, policies or caches.
 
 Shapes: B rows, T tokens, H heads, P head dimension, N state size, G groups.
 
 Facts of both transformers versions, and what we make of them:
 
-* The one-token call gets A, D, dt and dt_bias expanded along P (and N) with stride 0; one slice of each is
-  the value per head.
-* dt arrives raw. Step size = softplus(dt + dt_bias), then clamped to the layer's `time_step_limit`, all in
-  FP32 (the library adds and takes softplus in the dtype of the model, which for bf16 rounds the step size
-  to 8 bits; the public kernels use FP32 as we do).
-* The library clamps in `mamba2_chunk_scan` only. A token's step size would then depend on how many tokens
-  were run together, so we take the clamp as part of the layer and apply it to every token. It is inactive
-  by default in mamba2, bamba, falcon_h1, granitemoehybrid (limits 0 and infinity); nemotron_h and zamba2
-  use [time_step_min, infinity), and decoding one token at a time in the library then differs from its own
-  full-sequence forward whenever a step size is below time_step_min. Ours agrees with the full sequence.
-* falcon_h1 without its norm passes the gate z into the one-token call and applies it itself otherwise.
-* Outputs are FP32 whatever the model dtype (as `mamba2_chunk_scan` does); the layers cast after the norm.
+* The one-token call gets A, D, dt and dt_bias expanded along P (and N) with stride 0; one slice of
+  each is the value per head.
+* dt arrives raw. Step size = softplus(dt + dt_bias), then clamped to the layer's `time_step_limit`,
+  all in FP32 (the library adds and takes softplus in the dtype of the model, which for bf16 rounds
+  the step size to 8 bits; the public kernels use FP32 as we do).
+* The library clamps in `mamba2_chunk_scan` only. A token's step size would then depend on how many
+  tokens were run together, so we take the clamp as part of the layer and apply it to every token.
+  It is inactive by default in mamba2, bamba, falcon_h1, granitemoehybrid (limits 0 and infinity);
+  nemotron_h and zamba2 use [time_step_min, infinity), and decoding one token at a time in the
+  library then differs from its own full-sequence forward whenever a step size is below
+  time_step_min. Ours agrees with the full sequence.
+* falcon_h1 without its norm passes the gate z into the one-token call and applies it itself
+  otherwise.
+* Outputs are FP32 whatever the model dtype (as `mamba2_chunk_scan` does); the layers cast after the
+  norm.
 """
 
 from typing import Any
@@ -57,7 +60,7 @@ class Mamba2:
 
     def call(self, name: str, mixer: nn.Module, execute: Execute, args: tuple, kwargs: dict) -> Any:
         if name == "mamba2_split_conv1d_scan_combined":
-            return None  # "no fused kernel": the layer then takes the path through mamba2_chunk_scan
+            return None  # "no fused kernel": the layer then goes through mamba2_chunk_scan
         if name == "mamba2_selective_state_update":
             return _one_token(mixer, execute, *args, **kwargs)
         return _many_tokens(mixer, execute, *args, **kwargs)
@@ -89,7 +92,9 @@ def _one_token(
     refuse_packing(kwargs)
     inputs = Mamba2Inputs(
         x=x[:, None],
-        dt=_step_size(mixer, dt[:, None, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus),
+        dt=_step_size(
+            mixer, dt[:, None, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus
+        ),
         A=A[:, 0, 0].float(),
         B_=B[:, None],
         C=C[:, None],
