@@ -1,7 +1,8 @@
 """From FP32 logits to per-position drift: KL in both directions, in float64, full vocabulary.
 
-Owns the arithmetic of one window of positions. Knows no model, no file and no statistics. Logits are
-reduced here and never stored: 131,072 positions of a 248k vocabulary would be 127 GB for every prompt.
+Owns the arithmetic of one window of positions. Knows no model, no file and no statistics. Logits
+are reduced here and never stored: 131,072 positions of a 248k vocabulary would be 127 GB for every
+prompt.
 
 With reference logits z, candidate logits z' and the reference's probabilities p = softmax(z), let
 d = z' - z, formed in float64 from two FP32 numbers and therefore exact. Then, with S = sum p e^d,
@@ -10,14 +11,15 @@ d = z' - z, formed in float64 from two FP32 numbers and therefore exact. Then, w
     KL(candidate || reference) = sum p e^d d / S - log S
     log p'(x) - log p(x)       = d_x - log S
 
-and log S = log1p(sum p expm1(d)). Subtracting two float64 log-softmaxes gives the same number with an
-absolute error of about 1e-15; this form has a *relative* error near 1e-16 of |d|, so that a divergence of
-1e-13, which is what an FP32 noise floor looks like, is measured instead of guessed, equal logits give
-exactly 0, and the candidates cost one exponential each. FP32 sums are out of the question: their errors,
-about 1e-6, are larger than the drift of an FP16 state. Nothing is ever clamped.
+and log S = log1p(sum p expm1(d)). Subtracting two float64 log-softmaxes gives the same number with
+an absolute error of about 1e-15; this form has a *relative* error near 1e-16 of |d|, so that a
+divergence of 1e-13, which is what an FP32 noise floor looks like, is measured instead of guessed,
+equal logits give exactly 0, and the candidates cost one exponential each. FP32 sums are out of the
+question: their errors, about 1e-6, are larger than the drift of an FP16 state. Nothing is ever
+clamped.
 
-Rows with an infinite or NaN logit, or with |d| so large that e^d could overflow, take `exact_divergence`:
-log-softmax per row with the conventions 0 log 0 = 0 and p log(p / 0) = +inf.
+Rows with an infinite or NaN logit, or with |d| so large that e^d could overflow, take
+`exact_divergence`: log-softmax per row with the conventions 0 log 0 = 0 and p log(p / 0) = +inf.
 """
 
 from typing import NamedTuple
@@ -31,7 +33,9 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 class ReferenceTerms(NamedTuple):
-    """Per reference row, float64 [R]: entropy (nats), top-1 probability, log-probability margin, finite."""
+    """Per reference row, float64 [R]: entropy (nats), top-1 probability, log-probability margin,
+    finite.
+    """
 
     entropy: torch.Tensor
     top1_prob: torch.Tensor
@@ -42,8 +46,8 @@ class ReferenceTerms(NamedTuple):
 class Drift(NamedTuple):
     """What a window of positions measured. R = rows (prompts x positions), A = candidate arms.
 
-    `kl`, `kl_reverse`, `delta_logp` [A, R] float64 (NaN where nonfinite); `top1_match`, `nonfinite` [A, R]
-    bool; `reference` holds [R] tensors.
+    `kl`, `kl_reverse`, `delta_logp` [A, R] float64 (NaN where nonfinite); `top1_match`, `nonfinite`
+    [A, R] bool; `reference` holds [R] tensors.
     """
 
     kl: torch.Tensor
@@ -62,9 +66,10 @@ def window_drift(reference: torch.Tensor, candidates: torch.Tensor, tokens: torc
         candidates: logits [A, R, V], float32.
         tokens: forced next tokens [R], int64.
 
-    A row whose logits contain NaN or +inf, or nothing but -inf, is `nonfinite` (-inf alone is a suppressed
-    token); a non-finite reference row makes every arm's row non-finite. Raises ValueError for logits that
-    are not float32: a narrower last projection fakes a divergence of up to 5e-4.
+    A row whose logits contain NaN or +inf, or nothing but -inf, is `nonfinite` (-inf alone is a
+    suppressed token); a non-finite reference row makes every arm's row non-finite. Raises
+    ValueError for logits that are not float32: a narrower last projection fakes a divergence of up
+    to 5e-4.
     """
     if reference.dtype != torch.float32 or candidates.dtype != torch.float32:
         raise ValueError(
@@ -120,7 +125,9 @@ def _drift_of_rows(z: torch.Tensor, zc: torch.Tensor, tokens: torch.Tensor) -> D
     for values in (kl, kl_reverse, delta):
         values.masked_fill_(nonfinite, torch.nan)
     # Not argmax: where the candidate ties, the reference's best token still counts as its best.
-    match = zc.gather(-1, best_index.expand(d.shape[0], -1)[..., None]).squeeze(-1) == candidate_best
+    match = (
+        zc.gather(-1, best_index.expand(d.shape[0], -1)[..., None]).squeeze(-1) == candidate_best
+    )
     return Drift(kl, kl_reverse, delta, match & ~nonfinite, nonfinite, reference)
 
 
@@ -132,8 +139,8 @@ def _usable(z: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
 def exact_divergence(z: torch.Tensor, zc: torch.Tensor):
     """(KL(p || q), KL(q || p), log p, log q) of two rows of logits [V], in float64, by definition.
 
-    A token that is impossible in both contributes 0; one that only the second distribution excludes makes
-    the divergence +inf. Needs rows that define distributions (see `window_drift`).
+    A token that is impossible in both contributes 0; one that only the second distribution excludes
+    makes the divergence +inf. Needs rows that define distributions (see `window_drift`).
     """
     log_p, log_q = z.double().log_softmax(-1), zc.double().log_softmax(-1)
     return _divergence(log_p, log_q), _divergence(log_q, log_p), log_p, log_q

@@ -1,9 +1,10 @@
-"""Figures of a study, drawn from summaries alone: KL against position, phase, bytes; intervals; 2 x 2.
+"""Figures of a study, drawn from summaries alone: KL against position, phase, bytes; intervals; 2 x
+2.
 
-Owns the look (one style for all figures, colour-blind safe and readable in black and white) and the only
-import of matplotlib. Pure functions of a `store.RunRecord`: no records are read, nothing is computed
-beyond what a summary holds, neither torch nor transformers is imported. Drawing unchanged data again
-gives the same bytes (fixed hash salt, fonts and metadata, no dates).
+Owns the look (one style for all figures, colour-blind safe and readable in black and white) and the
+only import of matplotlib. Pure functions of a `store.RunRecord`: no records are read, nothing is
+computed beyond what a summary holds, neither torch nor transformers is imported. Drawing unchanged
+data again gives the same bytes (fixed hash salt, fonts and metadata, no dates).
 """
 
 import io
@@ -15,13 +16,14 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import FuncFormatter  # noqa: E402
 
-from . import tables  # noqa: E402
-from .store import RunRecord  # noqa: E402
+from replayssm.study import tables  # noqa: E402
+from replayssm.study.store import RunRecord  # noqa: E402
 
-# Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line styles
-# carry the same distinction without colour; a policy keeps its style in every figure of a run.
+# Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line
+# styles carry the same distinction without colour; a policy keeps its style in every figure of a
+# run.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
@@ -49,7 +51,7 @@ _STYLE = {
 _KL_LABEL = "KL(FP32 ‖ policy), nats per token (lower is better)"
 
 
-# --------------------------------------------------------------------------------------------- style
+# -- style -----------------------------------------------------------------------------------------
 def _styles(record: RunRecord) -> dict[str, dict]:
     """Label -> line style of every policy that can be drawn on a logarithmic axis."""
     labels = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
@@ -73,12 +75,15 @@ def _control(record: RunRecord, name: str) -> dict | None:
 
 
 @contextmanager
-def _figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4)) -> Iterator[tuple[Figure, object]]:
+def _figure(
+    record: RunRecord, title: str, note: str, size=(7.2, 4.4)
+) -> Iterator[tuple[Figure, object]]:
     with plt.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **_STYLE}):
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         axes.set_title(title, loc="left")
         figure.supxlabel(
-            f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} tokens, "
+            f"{record.model}, {record.summary['prompts']} prompts × "
+            f"{record.summary['tokens']:,} tokens, "
             f"experiment {record.experiment}, run {record.run_id}\n{note}",
             fontsize=7,
             color="#444444",
@@ -111,7 +116,7 @@ def render(figure: Figure) -> dict[str, bytes]:
     return out
 
 
-# ------------------------------------------------------------------------------------------- figures
+# -- figures ---------------------------------------------------------------------------------------
 def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
     """Mean KL in windows of growing width against token position, log-log; band = interval."""
     note = (
@@ -123,7 +128,9 @@ def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
         for arm in _drawable(record):
             x, y, low, high = _curve(arm)
             axes.plot(x, y, label=arm["label"], **styles[arm["label"]])
-            axes.fill_between(x, low, high, color=styles[arm["label"]]["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(
+                x, low, high, color=styles[arm["label"]]["color"], alpha=0.15, linewidth=0
+            )
         for name, style in (("fault", _FAULT), ("other_ring_len", _FLOOR)):
             arm = _control(record, name)
             if arm and (arm["whole"]["kl_mean"] or 0) > 0:
@@ -137,7 +144,10 @@ def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
         return render(figure)
 
 
-_CONTROL_NAMES = {"fault": "fault (wrong on purpose)", "other_ring_len": "noise floor (FP32, other L)"}
+_CONTROL_NAMES = {
+    "fault": "fault (wrong on purpose)",
+    "other_ring_len": "noise floor (FP32, other L)",
+}
 
 
 def _curve(arm: dict):
@@ -152,7 +162,7 @@ def _curve(arm: dict):
 
 def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
     """Mean KL by ring phase t mod L: what a token's place in the ring does to its error."""
-    note = "Phase 0 is the first token after a flush. A stride that shares a factor with L would see only some phases."
+    note = "Phase 0 is the first token after a flush, phase L - 1 the last one before the next."
     with _figure(record, "Drift by ring phase", note) as (figure, axes):
         styles = _styles(record)
         for arm in _drawable(record):
@@ -165,7 +175,9 @@ def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
             )
         floor = _control(record, "other_ring_len")
         if floor and (floor["whole"]["kl_mean"] or 0) > 0:
-            axes.axhline(floor["whole"]["kl_mean"], label=_CONTROL_NAMES["other_ring_len"], **_FLOOR)
+            axes.axhline(
+                floor["whole"]["kl_mean"], label=_CONTROL_NAMES["other_ring_len"], **_FLOOR
+            )
         axes.set(yscale="log")
         axes.set_xlabel("ring phase (token position mod ring length)")
         axes.set_ylabel(_KL_LABEL)
@@ -182,14 +194,16 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
         if arm["last_quarter"]["kl_mean"] == 0
     )
     note = (
-        f"KL: mean over the last quarter, bars: {_band(record)}. Dashed: limit for \"safe\", "
+        f'KL: mean over the last quarter, bars: {_band(record)}. Dashed: limit for "safe", '
         f"{limits['kl_mean']:g}." + (f" Not drawn, KL 0: {exact}." if exact else "")
     )
     with _figure(record, "What a policy costs and what it does", note) as (figure, axes):
         styles = _styles(record)
         for arm in _drawable(record):
             quarter, style = arm["last_quarter"], styles[arm["label"]]
-            label = arm["label"] + (" (recommended)" if best and arm["label"] == best["label"] else "")
+            label = arm["label"] + (
+                " (recommended)" if best and arm["label"] == best["label"] else ""
+            )
             axes.errorbar(
                 [arm["bytes_per_token"] / 1e3],
                 [quarter["kl_mean"]],
@@ -213,7 +227,9 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
             )
         axes.axhline(limits["kl_mean"], **_FLOOR)
         axes.set(yscale="log", xlim=(0, None))
-        axes.set_xlabel("state traffic, kB per token and sequence, read and written (lower is better)")
+        axes.set_xlabel(
+            "state traffic, kB per token and sequence, read and written (lower is better)"
+        )
         axes.set_ylabel(_KL_LABEL)
         _legend(figure, axes)
         return render(figure)
@@ -223,13 +239,19 @@ def _error_bars(row: dict):
     if row["kl_mean_low"] is None:
         return None
     kl = row["kl_mean"]
-    return [[max(0.0, min(kl - row["kl_mean_low"], kl * 0.999))], [max(0.0, row["kl_mean_high"] - kl)]]
+    return [
+        [max(0.0, min(kl - row["kl_mean_low"], kl * 0.999))],
+        [max(0.0, row["kl_mean_high"] - kl)],
+    ]
 
 
 def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
-    """Policies best first: last-quarter mean with interval, median and 99th percentile of the run."""
+    """Policies best first: last-quarter mean with interval; median and p99 of the run."""
     arms = _drawable(record)
-    note = f"Filled: mean over the last quarter, bars: {_band(record)}. Open: median, | : p99 of the whole run."
+    note = (
+        f"Filled: mean over the last quarter, bars: {_band(record)}. "
+        "Open: median, | : p99 of the whole run."
+    )
     size = (7.2, 1.6 + 0.34 * max(3, len(arms)))
     with _figure(record, "Drift from FP32 by policy", note, size) as (figure, axes):
         styles = _styles(record)
@@ -238,7 +260,14 @@ def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
             mark = {"color": style["color"], "linestyle": "none"}
             if quarter["kl_mean"] is not None:
                 bars = _error_bars(quarter)
-                axes.errorbar([quarter["kl_mean"]], [y], xerr=bars, marker=style["marker"], markersize=6, **mark)
+                axes.errorbar(
+                    [quarter["kl_mean"]],
+                    [y],
+                    xerr=bars,
+                    marker=style["marker"],
+                    markersize=6,
+                    **mark,
+                )
             for name, marker in (("kl_median", style["marker"]), ("kl_p99", "|")):
                 if (arm["whole"][name] or 0) > 0:
                     face = {"markerfacecolor": "none"} if name == "kl_median" else {"markersize": 9}
@@ -254,13 +283,20 @@ def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
 
 
 def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
-    """The 2 x 2 of each policy A+B: what the checkpoint does, what the read copy does, both together."""
+    """The 2 x 2 of each policy A+B: what the checkpoint does, what the read copy does, both
+    together.
+    """
     rows = tables.decomposition_rows(record)
     if not rows:
         return None
-    note = "If the errors act independently, \"sum\" and \"both\" are equal. Mean over the last quarter."
+    note = (
+        'If the errors act independently, "sum" and "both" are equal. Mean over the last quarter.'
+    )
     size = (7.2, 2.2 + 0.5 * len(rows))
-    with _figure(record, "Checkpoint and read copy, apart and together", note, size) as (figure, axes):
+    with _figure(record, "Checkpoint and read copy, apart and together", note, size) as (
+        figure,
+        axes,
+    ):
         marks = (
             ("kl_checkpoint", "checkpoint alone", "s", _COLOURS[0]),
             ("kl_read_copy", "read copy alone", "^", _COLOURS[1]),
@@ -269,7 +305,8 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
         )
         for key, label, marker, colour in marks:
             values = [
-                row["kl_checkpoint"] + row["kl_read_copy"] if key == "sum" else row[key] for row in rows
+                row["kl_checkpoint"] + row["kl_read_copy"] if key == "sum" else row[key]
+                for row in rows
             ]
             axes.plot(
                 values,
@@ -282,7 +319,9 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
                 markerfacecolor="none" if key == "kl_both" else colour,
             )
         axes.set(xscale="log")
-        axes.set_yticks(range(len(rows)), [f"{row['checkpoint']} + {row['read_copy']}" for row in rows])
+        axes.set_yticks(
+            range(len(rows)), [f"{row['checkpoint']} + {row['read_copy']}" for row in rows]
+        )
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_xlabel(_KL_LABEL)
         _legend(figure, axes)

@@ -1,7 +1,8 @@
-"""Where a result came from: code, packages, machine class, and what was in effect rather than asked for.
+"""Where a result came from: code, packages, machine class, and what was in effect rather than asked
+for.
 
-Owns the content of provenance.json. Holds no time of day and no machine or user name, so that the same
-run on the same installation writes the same bytes. Needs torch only to describe the device.
+Owns the content of provenance.json. Holds no time of day and no machine or user name, so that the
+same run on the same installation writes the same bytes. Needs torch only to describe the device.
 """
 
 import platform
@@ -55,13 +56,16 @@ def describe_device(device: torch.device) -> dict:
 
 
 def code_version() -> tuple[str, bool | None]:
-    """(commit, dirty) of the clone that this package runs from; ("unknown", None) when it is no clone.
+    """(commit, dirty) of the clone that this package runs from; ("unknown", None) when it is no
+    clone.
 
-    Dirty means that tracked or new files of the package differ from the commit; results do not count.
+    Dirty means that tracked or new files of the package differ from the commit; results do not
+    count.
     """
     package = Path(replayssm.__file__).resolve().parent
     try:
-        # Only if the repository tracks this very file: site-packages may lie inside some other clone.
+        # Only if the repository tracks this very file: site-packages may lie inside some other
+        # clone.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(package, "rev-parse", "HEAD").strip()
         dirty = bool(_git(package, "status", "--porcelain", "--", ".").strip())
@@ -72,7 +76,11 @@ def code_version() -> tuple[str, bool | None]:
 
 def _git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
     )
     return done.stdout
 

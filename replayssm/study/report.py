@@ -1,15 +1,15 @@
 """From run folders to tables and figures on disk, and the check that they still belong together.
 
-Owns file names under `tables/` and `figures/` and the manifest that ties each file to the data it was
-drawn from. Computes nothing; imports neither torch nor transformers.
+Owns file names under `tables/` and `figures/` and the manifest that ties each file to the data it
+was drawn from. Computes nothing; imports neither torch nor transformers.
 """
 
 import hashlib
 from collections import defaultdict
 from pathlib import Path
 
-from . import figures, tables
-from .store import (
+from replayssm.study import figures, tables
+from replayssm.study.store import (
     RunRecord,
     atomic_path,
     digest,
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 
 
 def load_records(where: Path) -> list[RunRecord]:
-    """Complete runs at or under `where`; ValueError if there is none. Unfinished runs are left out."""
+    """Complete runs at or under `where` (others are left out); ValueError if there is none."""
     folders = find_runs(where)
     records = [load_run(folder) for folder in folders if folder.status()["status"] == "complete"]
     if not records:
@@ -37,7 +37,9 @@ def default_output(where: Path) -> Path:
     for folder in [where.resolve(), *where.resolve().parents]:
         if folder.name == "runs":
             return folder.parent
-    raise ValueError(f"{where} does not lie in a folder named 'runs': say where to write with --out")
+    raise ValueError(
+        f"{where} does not lie in a folder named 'runs': say where to write with --out"
+    )
 
 
 def data_digest(record: RunRecord) -> str:
@@ -87,8 +89,8 @@ def outputs(records: list[RunRecord]) -> dict[str, tuple[list[RunRecord], bytes]
 def write_report(records: list[RunRecord], out: Path) -> list[Path]:
     """Write all tables and figures of `records` under `out` and note in the manifest where from.
 
-    Entries of other experiments in the manifest are kept; files of these experiments that are no longer
-    produced are deleted.
+    Entries of other experiments in the manifest are kept; files of these experiments that are no
+    longer produced are deleted.
     """
     files = outputs(records)
     experiments = {record.experiment for record in records}
@@ -134,7 +136,9 @@ def check_report(records: list[RunRecord], out: Path) -> list[str]:
                 problems.append(f"{path} is missing")
             elif file_digest(path) != entry["file_sha256"]:
                 problems.append(f"{path} was edited after it was drawn")
-    problems += [f"run {run} has no table or figure under {out}" for run in by_id if run not in shown]
+    problems += [
+        f"run {run} has no table or figure under {out}" for run in by_id if run not in shown
+    ]
     return problems
 
 

@@ -1,13 +1,15 @@
 """Running a study: one run per model, resumed where a killed one stopped, finished with a summary.
 
-Owns the order of things (check everything, then create the folder; measure; merge; summarise) and the
-rules of resuming. Knows the engine only through a `Subject`: something that has tokens, digests and a
-lockstep (`subject.ModelSubject` in earnest, a fake in tests). Computes no statistics and no divergence.
+Owns the order of things (check everything, then create the folder; measure; merge; summarise) and
+the rules of resuming. Knows the engine only through a `Subject`: something that has tokens, digests
+and a lockstep (`subject.ModelSubject` in earnest, a fake in tests). Computes no statistics and no
+divergence.
 
-Resuming. Records are written in stretches of CHUNK_TOKENS positions; at the end of a stretch the engine's
-state is saved, unless saving takes more than a twentieth of the time since the last save (an attention
-cache at 131,072 tokens is gigabytes). A resumed run loads the newest state, deletes records past it and
-recomputes them. The merged file depends neither on where the stretches were cut nor on the interruption.
+Resuming. Records are written in stretches of CHUNK_TOKENS positions; at the end of a stretch the
+engine's state is saved, unless saving takes more than a twentieth of the time since the last save
+(an attention cache at 131,072 tokens is gigabytes). A resumed run loads the newest state, deletes
+records past it and recomputes them. The merged file depends neither on where the stretches were cut
+nor on the interruption.
 """
 
 import time
@@ -22,22 +24,20 @@ import torch
 from tqdm import tqdm
 
 from replayssm.engine.sampling import Sampler
-
-from . import stats
-from .drift import window_drift
-from .provenance import environment
-from .spec import Arm, StudySpec
-from .store import (
+from replayssm.study import stats
+from replayssm.study.drift import window_drift
+from replayssm.study.provenance import environment
+from replayssm.study.records import load_positions, records_table
+from replayssm.study.spec import Arm, StudySpec
+from replayssm.study.store import (
     METRIC_VERSION,
     RunFolder,
     atomic_path,
     digest,
-    load_positions,
     read_json,
-    records_table,
     write_json,
 )
-from .texts import read_tokens
+from replayssm.study.texts import read_tokens
 
 CHUNK_TOKENS = 2048
 _LARGEST_SAVING_SHARE = 0.05
@@ -56,7 +56,9 @@ class Subject(Protocol):
         """Token ids, without special tokens."""
 
     def costs(self, arm: Arm) -> dict[str, float]:
-        """`bytes_per_state_element` and `bytes_per_token` (all recurrent layers) of an arm's policy."""
+        """`bytes_per_state_element` and `bytes_per_token` (all recurrent layers) of an arm's
+        policy.
+        """
 
     def lockstep(self, spec: StudySpec) -> Any:
         """A new lockstep engine: arm 0 is the reference, then `spec.arms()` in order."""
@@ -85,16 +87,17 @@ def run_study(
     open_subject: Callable[[str], Subject],
     progress: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
-) -> list[RunResult]:
-    """Measure `spec` on each of its models; results lie in `out`/runs/<experiment>/<run id>.
+) -> Iterator[RunResult]:
+    """Measure `spec` on each of its models, one after the other, as the iterator is advanced.
 
-    Complete runs are reused, unfinished ones continued. Raises ValueError for anything that cannot be run
-    as asked, before a folder is created; a run that fails later keeps its traceback in status.json.
+    Results lie in `out`/runs/<experiment>/<run id>. Complete runs are reused, unfinished ones
+    continued. Raises ValueError for anything that cannot be run as asked, before a folder is
+    created; a run that fails later keeps its traceback in status.json.
     """
-    return [
-        _run_model(spec, model, open_subject(model), out, progress=progress, chunk_tokens=chunk_tokens)
-        for model in spec.models
-    ]
+    for model in spec.models:
+        yield _run_model(
+            spec, model, open_subject(model), out, progress=progress, chunk_tokens=chunk_tokens
+        )
 
 
 def _run_model(
@@ -103,8 +106,8 @@ def _run_model(
     length = spec.prefill + spec.tokens
     if subject.max_positions is not None and length > subject.max_positions:
         raise ValueError(
-            f"tokens: {spec.prefill} prefill + {spec.tokens} tokens are beyond the {subject.max_positions} "
-            f"positions of {model}"
+            f"tokens: {spec.prefill} prefill + {spec.tokens} tokens are beyond the "
+            f"{subject.max_positions} positions of {model}"
         )
     given = spec.prefill if spec.text == "generate" else length + 1
     tokens = read_tokens(spec.text, encode=subject.encode, prompts=spec.prompts, length=given)
@@ -141,8 +144,8 @@ def _summary(spec: StudySpec, subject: Subject, folder: RunFolder) -> dict:
     )
     summary = stats.summarise(positions, arms, ring_len=spec.ring_len, tokens=spec.tokens)
     bad = [
-        f"{folder.path}: logits of {where['arm']} are not finite at prompt {where['prompt']}, position "
-        f"{where['position']} ({where['count']} of {where['of']} rows)"
+        f"{folder.path}: logits of {where['arm']} are not finite at prompt {where['prompt']}, "
+        f"position {where['position']} ({where['count']} of {where['of']} rows)"
         for where in positions.first_nonfinite()
     ]
     return summary | {"nonfinite": bad}
@@ -150,11 +153,15 @@ def _summary(spec: StudySpec, subject: Subject, folder: RunFolder) -> dict:
 
 def _result(folder: RunFolder, *, reused: bool) -> RunResult:
     summary = read_json(folder.summary_path)
-    failures = [f"{folder.path}: control failed: {text}" for text in summary["controls"]["failures"]]
-    return RunResult(folder=folder, reused=reused, nonfinite=summary["nonfinite"], failures=failures)
+    failures = [
+        f"{folder.path}: control failed: {text}" for text in summary["controls"]["failures"]
+    ]
+    return RunResult(
+        folder=folder, reused=reused, nonfinite=summary["nonfinite"], failures=failures
+    )
 
 
-# ----------------------------------------------------------------------------------------- measuring
+# -- measuring -------------------------------------------------------------------------------------
 def _measure(
     spec: StudySpec,
     model: str,
@@ -166,7 +173,11 @@ def _measure(
 ) -> None:
     """Fill `folder.shards` for all prompts, batch after batch."""
     with tqdm(
-        total=spec.prompts * spec.tokens, unit="tok", desc=model, disable=not progress, smoothing=0.1
+        total=spec.prompts * spec.tokens,
+        unit="tok",
+        desc=model,
+        disable=not progress,
+        smoothing=0.1,
     ) as bar:
         for batch, first in enumerate(range(0, spec.prompts, spec.batch_size)):
             prompts = range(first, min(first + spec.batch_size, spec.prompts))
@@ -215,7 +226,9 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
         bar.update(len(prompts) * width)
         if position - start >= chunk or position == spec.tokens:
             for index, prompt in enumerate(prompts):
-                columns = {k: np.concatenate([part[index][k] for part in parts]) for k in parts[0][index]}
+                columns = {
+                    k: np.concatenate([part[index][k] for part in parts]) for k in parts[0][index]
+                }
                 folder.write_shard(prompt, start, position, records_table(columns, labels))
             start, parts = position, []
             now = time.monotonic()
@@ -247,7 +260,8 @@ def _records(
 ) -> list[dict]:
     """Columns of one window, a dict of flat arrays (position-major, arm-minor) for each prompt.
 
-    `logits` [1 + A, P, T, V] with the reference first, `targets` [P, T]; `position` is the window's first.
+    `logits` [1 + A, P, T, V] with the reference first, `targets` [P, T]; `position` is the window's
+    first.
     """
     width = logits.shape[2]
     scored = [i for i in range(width) if (position + i) % spec.stride == 0]
@@ -298,16 +312,18 @@ def _records(
 
 
 def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: RunFolder) -> None:
-    """Note what is in effect; a run continued under another environment lists both."""
+    """Note what is in effect; a run continued in another environment lists both."""
     here = environment(subject.device)
-    before = read_json(folder.provenance_path)["environments"] if folder.provenance_path.exists() else []
-    write_json(
-        folder.provenance_path,
-        {
-            "environments": before if here in before else [*before, here],
+    if folder.provenance_path.exists():
+        provenance = read_json(folder.provenance_path)
+        if here in provenance["environments"]:
+            return
+        provenance["environments"].append(here)
+    else:
+        provenance = {
+            "environments": [here],
             "requested": {arm.label: arm.policy.label for arm in spec.arms()},
             "effective": subject.effective(engine),
-            "seeds": list(spec.seeds),
             "inputs": read_json(folder.spec_path)["identity"]["inputs"],
-        },
-    )
+        }
+    write_json(folder.provenance_path, provenance)

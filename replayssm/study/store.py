@@ -4,17 +4,16 @@ Owns the file layout, the column list, the metric version and every byte that is
 `results/runs`. Knows nothing of models, policies or statistics, and imports neither torch nor
 transformers: a result can be read on a machine that has only numpy and pyarrow.
 
-    results/runs/<experiment>/<run id>/
-      spec.json         what was asked, names resolved to content (digests); the run id is its hash
-      provenance.json   which code, packages and device answered
-      status.json       started | complete | failed (a failure keeps its traceback)
-      shards/           records of a run in progress, one file per prompt and stretch of positions
-      engine_state-*.pt where a prompt batch stands, so that a killed run continues inside a long prompt
+    results/runs/<experiment>/<run id>/ spec.json         what was asked, names resolved to content
+      (digests); the run id is its hash provenance.json   which code, packages and device answered
+      status.json       started | complete | failed (a failure keeps its traceback) shards/
+      records of a run in progress, one file per prompt and stretch of positions engine_state-*.pt
+      where a prompt batch stands, so that a killed run continues inside a long prompt
       positions.parquet one row per prompt, position and arm, merged from the shards at the end
       summary.json      statistics of positions.parquet
 
-Every file is written under a temporary name and renamed when whole, and none holds a time of day: a run
-that was killed and continued leaves the same bytes as one that was not.
+Every file is written under a temporary name and renamed when whole, and none holds a time of day: a
+run that was killed and continued leaves the same bytes as one that was not.
 """
 
 import contextlib
@@ -28,48 +27,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from replayssm.study.records import SCHEMA
+
 # History of what the numbers mean. Raise it when a stored value would come out differently.
-#   1: KL in float64 from FP32 logits, stored in float32; prompt or moving-block bootstrap intervals.
+#   1: KL in float64 from FP32 logits, stored in float32; prompt or moving-block bootstrap
+# intervals.
 METRIC_VERSION = 1
 
 ROW_GROUP_ROWS = 1 << 17
 
-# One row per prompt x position x arm. Values of the reference are repeated in every arm's row, so that a
-# row can be read alone; the encoding makes the repeats nearly free.
-SCHEMA = pa.schema(
-    [
-        pa.field("prompt", pa.int32(), nullable=False),
-        pa.field("position", pa.int32(), nullable=False),  # tokens since the prefill ended, from 0
-        pa.field("phase", pa.int32(), nullable=False),  # position mod the arm's ring length
-        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        pa.field("token", pa.int32(), nullable=False),  # the forced next token the row is about
-        pa.field("kl", pa.float32()),  # KL(reference || arm), nats; null where logits are not finite
-        pa.field("kl_reverse", pa.float32()),  # KL(arm || reference), nats
-        pa.field("delta_logp", pa.float32()),  # log p_arm(token) - log p_reference(token), nats
-        pa.field("ref_entropy", pa.float32()),  # nats
-        pa.field("ref_top1_prob", pa.float32()),
-        pa.field("top1_match", pa.bool_()),  # the reference's best token is the arm's best token too
-        pa.field("top2_margin", pa.float32()),  # reference: log-probability of best minus second best
-        pa.field("nonfinite", pa.bool_(), nullable=False),
-    ]
-)
-
-_FLOATS = ("kl", "kl_reverse", "delta_logp", "ref_entropy", "ref_top1_prob", "top2_margin")
 _SHARD_NAME = re.compile(r"p(\d{5})-t(\d{9})-(\d{9})\.parquet")
 
 
-# ------------------------------------------------------------------------------------------- writing
+# -- writing ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it onto `path` when the block ends without error.
+    """Yield a temporary path beside `path`; rename it onto `path` when the block ends without
+    error.
 
-    The data are on disk before the rename, so a reader (or a resumed run) sees the old file or the new
-    one, never a part. On any error, a full disk included, the temporary file is removed.
+    The data are on disk before the rename, so a reader (or a resumed run) sees the old file or the
+    new one, never a part. On any error, a full disk included, the temporary file is removed.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -114,13 +94,13 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-# ---------------------------------------------------------------------------------------- run folder
+# -- run folder ------------------------------------------------------------------------------------
 class RunFolder:
     """One run's folder. Creating the object touches nothing; `begin` creates the folder.
 
-    `document` is what goes into spec.json: {"metric_version", "identity": {...}, "display": {...}}. Only
-    `identity` and the metric version make the run id; `display` (limits, the question asked) may change
-    without asking the models again.
+    `document` is what goes into spec.json: {"metric_version", "identity": {...}, "display": {...}}.
+    Only `identity` and the metric version make the run id; `display` (limits, the question asked)
+    may change without asking the models again.
     """
 
     def __init__(self, path: Path):
@@ -151,7 +131,9 @@ class RunFolder:
         return self.path / f"engine_state-{batch:05d}.pt"
 
     def status(self) -> dict:
-        """{"status": "started" | "complete" | "failed", ...}; "absent" when there is no such folder."""
+        """{"status": "started" | "complete" | "failed", ...}; "absent" when there is no such
+        folder.
+        """
         path = self.path / "status.json"
         return read_json(path) if path.exists() else {"status": "absent"}
 
@@ -168,7 +150,9 @@ class RunFolder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError:
-            raise ValueError(f"{self.path} is in use: another process is running this run") from None
+            raise ValueError(
+                f"{self.path} is in use: another process is running this run"
+            ) from None
         finally:
             os.close(handle)
 
@@ -177,10 +161,14 @@ class RunFolder:
         found = read_json(self.spec_path)
         check_metric_version(self.path, found)
         if found.get("identity") != json.loads(json.dumps(document["identity"])):
-            raise ValueError(f"{self.path} holds another specification than its name says; move it away")
+            raise ValueError(
+                f"{self.path} holds another specification than its name says; move it away"
+            )
 
     def fail(self, error: Exception, trace: str) -> None:
-        """Keep the error with its traceback; a disk too full even for that leaves the run "started"."""
+        """Keep the error with its traceback; a disk too full even for that leaves the run
+        "started".
+        """
         with contextlib.suppress(OSError):
             self.set_status("failed", error=f"{type(error).__name__}: {error}", traceback=trace)
 
@@ -194,7 +182,7 @@ class RunFolder:
             leftover.unlink()
         self.set_status("started")
 
-    # -------------------------------------------------------------------------------------- records
+    # -- records -----------------------------------------------------------------------------------
     def finished(self, prompt: int) -> list[tuple[int, int]]:
         """Stretches [start, stop) of positions that are on disk for `prompt`, in order."""
         return sorted(
@@ -204,7 +192,7 @@ class RunFolder:
         )
 
     def discard_from(self, prompt: int, start: int) -> None:
-        """Delete shards of `prompt` that begin at or after position `start` (they are recomputed)."""
+        """Delete shards of `prompt` from position `start` on (they are recomputed)."""
         for begin, stop in self.finished(prompt):
             if begin >= start:
                 self._shard(prompt, begin, stop).unlink()
@@ -246,8 +234,8 @@ class RunFolder:
                 yield table
             if rows != rows_per_prompt:
                 raise ValueError(
-                    f"{self.shards}: prompt {prompt} has {rows} rows, should have {rows_per_prompt}; "
-                    f"delete {self.path} and run again"
+                    f"{self.shards}: prompt {prompt} has {rows} rows, should have "
+                    f"{rows_per_prompt}; delete {self.path} and run again"
                 )
 
 
@@ -272,7 +260,9 @@ def _regroup(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 
 def check_metric_version(path: Path, document: Mapping) -> None:
-    """ValueError if `document` (a spec.json) was written by a version whose numbers mean other things."""
+    """ValueError if `document` (a spec.json) was written by a version whose numbers mean other
+    things.
+    """
     found = document.get("metric_version")
     if found != METRIC_VERSION:
         raise ValueError(
@@ -281,89 +271,7 @@ def check_metric_version(path: Path, document: Mapping) -> None:
         )
 
 
-def records_table(columns: Mapping[str, np.ndarray], arms: list[str]) -> pa.Table:
-    """Build a table with SCHEMA from flat arrays of equal length; `columns["arm"]` indexes `arms`.
-
-    NaN becomes null (a missing value stays missing); infinities are kept.
-    """
-    arrays = []
-    for field in SCHEMA:
-        values = columns[field.name]
-        if field.name == "arm":
-            indices = pa.array(values.astype(np.int32), pa.int32())
-            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
-        else:
-            mask = np.isnan(values) if field.name in _FLOATS else None
-            arrays.append(pa.array(values, field.type, mask=mask))
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-# ------------------------------------------------------------------------------------------- reading
-@dataclass(frozen=True, kw_only=True)
-class Positions:
-    """positions.parquet as dense arrays. Legend: A arms, P prompts, T scored positions.
-
-    `kl`, `kl_reverse`, `delta_logp` [A, P, T] float32, NaN where logits were not finite, +inf kept;
-    `top1_match`, `nonfinite` [A, P, T] bool; `token` [P, T]; `position` [T]; `ref_entropy` [P, T].
-    """
-
-    arms: tuple[str, ...]
-    position: np.ndarray
-    token: np.ndarray
-    ref_entropy: np.ndarray
-    kl: np.ndarray
-    kl_reverse: np.ndarray
-    delta_logp: np.ndarray
-    top1_match: np.ndarray
-    nonfinite: np.ndarray
-
-    def first_nonfinite(self) -> list[dict]:
-        """For each arm with non-finite logits: {"arm", "prompt", "position", "count", "of"} of the first."""
-        found = []
-        for label, bad in zip(self.arms, self.nonfinite, strict=True):
-            if bad.any():
-                prompt, index = np.unravel_index(bad.argmax(), bad.shape)
-                where = {"prompt": int(prompt), "position": int(self.position[index])}
-                found.append({"arm": label, **where, "count": int(bad.sum()), "of": bad.size})
-        return found
-
-
-def load_positions(path: Path, arms: list[str], *, prompts: int) -> Positions:
-    """Read positions.parquet; ValueError unless every arm scored the same tokens of every prompt."""
-    table = pq.read_table(path).cast(SCHEMA)
-    per_prompt, remainder = divmod(table.num_rows, max(1, prompts * len(arms)))
-    if remainder or not per_prompt:
-        raise ValueError(f"{path} has {table.num_rows} rows, not {prompts} prompts x {len(arms)} arms")
-    shape = (prompts, per_prompt, len(arms))
-
-    def cube(name: str) -> np.ndarray:
-        column = table.column(name)
-        if name in ("kl", "kl_reverse", "delta_logp", "ref_entropy"):
-            values = column.to_numpy().astype(np.float32)  # null reads as NaN
-        else:
-            fill = column.fill_null(False) if name == "top1_match" else column
-            values = fill.to_numpy()
-        return np.ascontiguousarray(values.reshape(shape).transpose(2, 0, 1))
-
-    codes = pc.index_in(table.column("arm").cast(pa.string()), value_set=pa.array(arms))
-    token, position = cube("token"), cube("position")
-    if codes.null_count or (codes.to_numpy().reshape(shape) != np.arange(len(arms))).any():
-        raise ValueError(f"{path} does not hold the arms {arms} in that order")
-    if (token != token[:1]).any() or (position != position[:1, :1]).any():
-        raise ValueError(f"{path}: arms were scored on different tokens and cannot be compared")
-    return Positions(
-        arms=tuple(arms),
-        position=position[0, 0],
-        token=token[0],
-        ref_entropy=cube("ref_entropy")[0],
-        kl=cube("kl"),
-        kl_reverse=cube("kl_reverse"),
-        delta_logp=cube("delta_logp"),
-        top1_match=cube("top1_match"),
-        nonfinite=cube("nonfinite"),
-    )
-
-
+# -- reading ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A complete run as the tables and figures read it: three JSON documents and where they lie."""
@@ -381,7 +289,11 @@ def find_runs(where: Path) -> list[RunFolder]:
     """All run folders at or under `where`, sorted by path; ValueError if there is no such place."""
     if not where.is_dir():
         raise ValueError(f"no results folder at {where}")
-    found = sorted(where.rglob("spec.json")) if not (where / "spec.json").exists() else [where / "spec.json"]
+    found = (
+        sorted(where.rglob("spec.json"))
+        if not (where / "spec.json").exists()
+        else [where / "spec.json"]
+    )
     return [RunFolder(path.parent) for path in found]
 
 
@@ -391,7 +303,9 @@ def load_run(folder: RunFolder) -> RunRecord:
     check_metric_version(folder.path, document)
     status = folder.status()["status"]
     if status != "complete":
-        raise ValueError(f"{folder.path} is not complete (status: {status}); run it again to finish it")
+        raise ValueError(
+            f"{folder.path} is not complete (status: {status}); run it again to finish it"
+        )
     return RunRecord(
         path=folder.path,
         run_id=folder.path.name,

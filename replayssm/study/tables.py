@@ -8,7 +8,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from .store import RunRecord
+from replayssm.study.store import RunRecord
 
 COLUMNS = (
     "policy",
@@ -43,7 +43,7 @@ def policies(record: RunRecord) -> list[dict]:
 
 
 def verdict(arm: dict, limits: dict) -> str:
-    """"safe" if KL and top-1 agreement of the last quarter keep the limits, else what does not."""
+    """ "safe" if KL and top-1 agreement of the last quarter keep the limits, else what does not."""
     quarter = arm["last_quarter"]
     if arm["whole"]["nonfinite_count"] or arm["whole"]["kl_infinite_count"]:
         return "unsafe: not finite"
@@ -62,7 +62,7 @@ def recommended(record: RunRecord) -> dict | None:
     return min(safe, key=lambda arm: arm["bytes_per_token"], default=None)
 
 
-# ---------------------------------------------------------------------------------------- formatting
+# -- formatting ------------------------------------------------------------------------------------
 def number(value: float | None, digits: int = 3) -> str:
     """Short text for a statistic; missing values are a dash, never a zero."""
     if value is None:
@@ -112,14 +112,23 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary_markdown(record: RunRecord) -> str:
-    """One run: the policies best first, the controls, the 2 x 2, and what to know when reading them."""
+    """One run: the policies best first, the controls, the 2 x 2, and what to know when reading
+    them.
+    """
     summary, limits = record.summary, record.document["display"]["limits"]
     parts = [
         f"## {record.model}, {summary['prompts']} prompts x {summary['tokens']:,} tokens",
         markdown_table(COLUMNS, [_cells(arm, verdict(arm, limits)) for arm in policies(record)]),
     ]
     if decomposition := decomposition_rows(record):
-        header = ("checkpoint", "read copy", "checkpoint alone", "read copy alone", "both", "interaction")
+        header = (
+            "checkpoint",
+            "read copy",
+            "checkpoint alone",
+            "read copy alone",
+            "both",
+            "interaction",
+        )
         cells = [
             [row["checkpoint"], row["read_copy"], *(number(row[k]) for k in _DECOMPOSED)]
             for row in decomposition
@@ -164,8 +173,9 @@ def _footer(record: RunRecord) -> list[str]:
     best = recommended(record)
     lines = [f"- CONTROL FAILED: {failure}" for failure in summary["controls"]["failures"]]
     lines.append(
-        f"- KL(FP32 reference || policy) in nats, lower is better; {100 * about['confidence']:.0f} % "
-        f"intervals {about['label']} ({about['kind'].replace('_', ' ')}, {about['samples']} samples)."
+        "- KL(FP32 reference || policy) in nats, lower is better; "
+        f"{100 * about['confidence']:.0f} % intervals {about['label']} "
+        f"({about['kind'].replace('_', ' ')}, {about['samples']} samples)."
     )
     lines.append(
         f"- safe: last quarter has mean KL <= {limits['kl_mean']:g} and top-1 agreement >= "
@@ -185,7 +195,7 @@ def _footer(record: RunRecord) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------- decomposition
+# -- decomposition ---------------------------------------------------------------------------------
 def decomposition_rows(record: RunRecord) -> list[dict]:
     """Checkpoint x read copy: for each policy A+B of the run that also has A and fp32+B (same L).
 
@@ -216,7 +226,7 @@ def decomposition_rows(record: RunRecord) -> list[dict]:
     return rows
 
 
-# ----------------------------------------------------------------------------------------------- csv
+# -- csv -------------------------------------------------------------------------------------------
 _ARM_COLUMNS = (
     "label", "kind", "control", "seed", "ring_len", "checkpoint", "read_copy",
     "bytes_per_state_element", "bytes_per_token", "ratio_to_floor", "ratio_to_floor_low",

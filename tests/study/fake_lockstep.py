@@ -1,8 +1,9 @@
-"""A test double for a model under the lockstep engine: the same interface, made-up logits, no weights.
+"""A test double for a model under the lockstep engine: the same interface, made-up logits, no
+weights.
 
-Arm a's logits are the reference's plus noise whose size depends on the policy and grows along the text
-through an accumulated state, so that a run resumed with a wrong or stale state gives other numbers. The
-FP32 arm equals the reference exactly, other ring lengths differ at rounding level.
+Arm a's logits are the reference's plus noise whose size depends on the policy and grows along the
+text through an accumulated state, so that a run resumed with a wrong or stale state gives other
+numbers. The FP32 arm equals the reference exactly, other ring lengths differ at rounding level.
 """
 
 from types import SimpleNamespace
@@ -41,7 +42,9 @@ class FakeLockstep:
         prompts, width = tokens.shape
         where = torch.arange(self.position, self.position + width)
         words = torch.arange(VOCABULARY)
-        angle = tokens[..., None] * 1.7 + where[:, None] * 0.37 + self.ids[:, None, None] + words * 2.1
+        angle = (
+            tokens[..., None] * 1.7 + where[:, None] * 0.37 + self.ids[:, None, None] + words * 2.1
+        )
         reference = (3.0 * torch.sin(angle)).float()  # [P, T, V]
         rows = [reference]
         for index, arm in enumerate(self.arms):
@@ -69,7 +72,12 @@ class FakeLockstep:
         return total + (1e-6 if arm.control == "other_ring_len" else 0.0)
 
     def engine_state(self):
-        return {"state": self.state, "ids": self.ids, "last": self.last, "at": torch.tensor(self.position)}
+        return {
+            "state": self.state,
+            "ids": self.ids,
+            "last": self.last,
+            "at": torch.tensor(self.position),
+        }
 
     def load_engine_state(self, saved):
         self.state, self.ids, self.last = saved["state"].clone(), saved["ids"], saved["last"]
@@ -77,7 +85,9 @@ class FakeLockstep:
 
 
 class FakeSubject:
-    """`poison`: (arm + 1, prompt, position, value) logits to spoil. `live`: False or None: policies ignored."""
+    """`poison`: (arm + 1, prompt, position, value) logits to spoil. `live`: False or None: policies
+    ignored.
+    """
 
     device = torch.device("cpu")
 
@@ -91,7 +101,14 @@ class FakeSubject:
         return [byte % VOCABULARY for byte in text.encode()]
 
     def costs(self, arm):
-        bits = {"fp32": 4.0, "fp16": 2.0, "fp16-sr": 2.0, "fp8": 1.03, "fp8-sr": 1.03, "nvfp4": 0.56}
+        bits = {
+            "fp32": 4.0,
+            "fp16": 2.0,
+            "fp16-sr": 2.0,
+            "fp8": 1.03,
+            "fp8-sr": 1.03,
+            "nvfp4": 0.56,
+        }
         sizes = [bits[p.label] for p in (arm.policy.checkpoint, arm.policy.read_copy) if p]
         return {
             "bytes_per_state_element": sum(sizes),

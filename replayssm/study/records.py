@@ -1,0 +1,128 @@
+"""The columns of positions.parquet: their names and types, as a table and as dense arrays.
+
+Owns what one record holds and how it is read back. Knows no folders and no statistics; imports
+neither torch nor transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+# One row per prompt x position x arm. Values of the reference are repeated in every arm's row, so
+# that a row can be read alone; the encoding makes the repeats nearly free.
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),  # tokens since the prefill ended, from 0
+        pa.field("phase", pa.int32(), nullable=False),  # position mod the arm's ring length
+        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("token", pa.int32(), nullable=False),  # the forced next token the row is about
+        pa.field(
+            "kl", pa.float32()
+        ),  # KL(reference || arm), nats; null where logits are not finite
+        pa.field("kl_reverse", pa.float32()),  # KL(arm || reference), nats
+        pa.field("delta_logp", pa.float32()),  # log p_arm(token) - log p_reference(token), nats
+        pa.field("ref_entropy", pa.float32()),  # nats
+        pa.field("ref_top1_prob", pa.float32()),
+        pa.field(
+            "top1_match", pa.bool_()
+        ),  # the reference's best token is the arm's best token too
+        pa.field(
+            "top2_margin", pa.float32()
+        ),  # reference: log-probability of best minus second best
+        pa.field("nonfinite", pa.bool_(), nullable=False),
+    ]
+)
+
+_FLOATS = ("kl", "kl_reverse", "delta_logp", "ref_entropy", "ref_top1_prob", "top2_margin")
+
+
+def records_table(columns: Mapping[str, np.ndarray], arms: list[str]) -> pa.Table:
+    """Build a table with SCHEMA from flat arrays of equal length; `columns["arm"]` indexes `arms`.
+
+    NaN becomes null (a missing value stays missing); infinities are kept.
+    """
+    arrays = []
+    for field in SCHEMA:
+        values = columns[field.name]
+        if field.name == "arm":
+            indices = pa.array(values.astype(np.int32), pa.int32())
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
+        else:
+            mask = np.isnan(values) if field.name in _FLOATS else None
+            arrays.append(pa.array(values, field.type, mask=mask))
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """positions.parquet as dense arrays. Legend: A arms, P prompts, T scored positions.
+
+    `kl`, `kl_reverse`, `delta_logp` [A, P, T] float32, NaN where logits were not finite, +inf kept;
+    `top1_match`, `nonfinite` [A, P, T] bool; `token` [P, T]; `position` [T]; `ref_entropy` [P, T].
+    """
+
+    arms: tuple[str, ...]
+    position: np.ndarray
+    token: np.ndarray
+    ref_entropy: np.ndarray
+    kl: np.ndarray
+    kl_reverse: np.ndarray
+    delta_logp: np.ndarray
+    top1_match: np.ndarray
+    nonfinite: np.ndarray
+
+    def first_nonfinite(self) -> list[dict]:
+        """For each arm with non-finite logits: {"arm", "prompt", "position", "count", "of"} of the
+        first.
+        """
+        found = []
+        for label, bad in zip(self.arms, self.nonfinite, strict=True):
+            if bad.any():
+                prompt, index = np.unravel_index(bad.argmax(), bad.shape)
+                where = {"prompt": int(prompt), "position": int(self.position[index])}
+                found.append({"arm": label, **where, "count": int(bad.sum()), "of": bad.size})
+        return found
+
+
+def load_positions(path: Path, arms: list[str], *, prompts: int) -> Positions:
+    """Read positions.parquet; ValueError unless all arms scored the same tokens of each prompt."""
+    table = pq.read_table(path).cast(SCHEMA)
+    per_prompt, remainder = divmod(table.num_rows, max(1, prompts * len(arms)))
+    if remainder or not per_prompt:
+        raise ValueError(
+            f"{path} has {table.num_rows} rows, not {prompts} prompts x {len(arms)} arms"
+        )
+    shape = (prompts, per_prompt, len(arms))
+
+    def cube(name: str) -> np.ndarray:
+        column = table.column(name)
+        if name in ("kl", "kl_reverse", "delta_logp", "ref_entropy"):
+            values = column.to_numpy().astype(np.float32)  # null reads as NaN
+        else:
+            fill = column.fill_null(False) if name == "top1_match" else column
+            values = fill.to_numpy()
+        return np.ascontiguousarray(values.reshape(shape).transpose(2, 0, 1))
+
+    codes = pc.index_in(table.column("arm").cast(pa.string()), value_set=pa.array(arms))
+    token, position = cube("token"), cube("position")
+    if codes.null_count or (codes.to_numpy().reshape(shape) != np.arange(len(arms))).any():
+        raise ValueError(f"{path} does not hold the arms {arms} in that order")
+    if (token != token[:1]).any() or (position != position[:1, :1]).any():
+        raise ValueError(f"{path}: arms were scored on different tokens and cannot be compared")
+    return Positions(
+        arms=tuple(arms),
+        position=position[0, 0],
+        token=token[0],
+        ref_entropy=cube("ref_entropy")[0],
+        kl=cube("kl"),
+        kl_reverse=cube("kl_reverse"),
+        delta_logp=cube("delta_logp"),
+        top1_match=cube("top1_match"),
+        nonfinite=cube("nonfinite"),
+    )

@@ -1,0 +1,113 @@
+"""A model as a study sees it: tokens, digests, costs of a policy, and a lockstep of a study's arms.
+
+Owns the translation between `spec` and `models`/`engine`, and reading back what is in effect. Knows
+no files of a study and no statistics.
+"""
+
+from torch import nn
+
+from replayssm import models
+from replayssm.engine.lockstep import Arm as EngineArm
+from replayssm.engine.lockstep import Lockstep
+from replayssm.models.families import Family
+from replayssm.policy import StateGeometry
+from replayssm.study.spec import Arm, StudySpec
+from replayssm.study.store import file_digest
+
+_ENGINE_KINDS = {
+    None: "policy",
+    "second_fp32": "control",
+    "other_ring_len": "floor",
+    "fault": "fault",
+}
+
+
+class ModelSubject:
+    """A loaded model on a device. Raises ValueError (one line) if it cannot be loaded or run."""
+
+    def __init__(self, name: str, *, dtype: str, device: str, trust_remote_code: bool = False):
+        self._loaded = models.load(
+            name,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        self.device = self._loaded.device
+        self.max_positions = self._loaded.adapter.max_positions
+
+    def digests(self) -> dict[str, str]:
+        """Digests of the files the model was loaded from."""
+        return {
+            "weights": self._loaded.weights_digest,
+            "config": file_digest(self._loaded.folder / "config.json"),
+            "tokenizer": self._loaded.tokenizer_digest,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self._loaded.tokenizer.encode(text, add_special_tokens=False)
+
+    def costs(self, arm: Arm) -> dict[str, float]:
+        """Bytes per state element (mean of all layers), and per token and sequence (sum of all)."""
+        adapter = self._loaded.adapter
+        layers = [state_geometry(adapter.family, layer.mixer) for layer in adapter.layers]
+        elements = [layer.heads * layer.rows * layer.cols for layer in layers]
+        stored = [
+            arm.policy.bytes_per_state_element(layer) * count
+            for layer, count in zip(layers, elements, strict=True)
+        ]
+        return {
+            "bytes_per_state_element": sum(stored) / sum(elements),
+            "bytes_per_token": sum(arm.policy.bytes_per_token(layer) for layer in layers),
+        }
+
+    def lockstep(self, spec: StudySpec) -> Lockstep:
+        reference = EngineArm(label="reference", policy=spec.reference, kind="reference")
+        arms = [
+            EngineArm(
+                label=arm.label,
+                policy=arm.policy,
+                seed=arm.seed,
+                kind=_ENGINE_KINDS[arm.control],
+                fault=None if arm.fault is None else 1.0 + arm.fault,
+            )
+            for arm in spec.arms()
+        ]
+        return Lockstep(self._loaded.adapter, [reference, *arms], window=spec.window)
+
+    def effective(self, engine: Lockstep) -> dict:
+        """Dtypes in which each arm's tensors really lie, read back from the caches of its first
+        layer.
+        """
+        prefix = f"stream.session.{engine.layers[0]}."
+        stored: dict[str, dict[str, str]] = {arm.label: {} for arm in engine.arms}
+        for name, tensor in engine.engine_state().items():
+            if not name.startswith(prefix):
+                continue
+            group, _, part = name.removeprefix(prefix).partition(".")
+            if int(group) < len(engine.arms) and part.startswith(
+                ("checkpoint", "read_copy", "ring")
+            ):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                stored[engine.arms[int(group)].label][part] = dtype
+        return {"backend": engine.backend, "stored": stored}
+
+
+def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
+    """Sizes of a recurrent layer as the byte model of `policy` wants them."""
+    shapes = family.shapes(mixer)
+    names = _GEOMETRY[family.recurrence]
+    heads, rows, cols, key_groups = (shapes[name] for name in names)
+    return StateGeometry(
+        recurrence=family.recurrence,
+        heads=heads,
+        rows=rows,
+        cols=cols,
+        key_groups=key_groups,
+        input_bytes=family.ring_dtype(mixer).itemsize,
+    )
+
+
+_GEOMETRY = {
+    "mamba2": ("num_heads", "head_dim", "d_state", "n_groups"),
+    "gated_delta": ("num_v_heads", "head_v_dim", "head_k_dim", "num_k_heads"),
+}
