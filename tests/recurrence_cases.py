@@ -28,7 +28,7 @@ PLAIN = {
 
 
 def make_inputs(recurrence, geometry, batch, tokens, *, seed=0, dtype=torch.float32, ring=None):
-    """Inputs [batch, tokens, ...]; `ring` narrows what a ring stores and readers (x, B, C, q, k, v)."""
+    """Inputs [batch, tokens, ...]; `ring` is the dtype of all but the gates, if given."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):

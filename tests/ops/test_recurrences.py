@@ -123,7 +123,7 @@ def test_float64_window_and_fold_equal_the_recurrence(name, recompute, ring_len,
 @RECOMPUTE
 @pytest.mark.parametrize("ring_len, tokens", [(5, 1), (16, 1), (16, 4), (32, 7)])
 def test_float64_rows_at_different_cursors(name, recompute, ring_len, tokens):
-    """Each row equals its own recurrence, whatever its neighbours' cursors; unused slots are NaN."""
+    """Each row equals its own recurrence, whatever its neighbours do; unused slots are NaN."""
     pos = torch.tensor([0, ring_len - tokens, (ring_len - tokens) // 2])
     ops, inputs, state, ring = setup(name, 3, ring_len, ring_len, recompute=recompute)
     for row, start in enumerate(pos.tolist()):
@@ -186,7 +186,7 @@ def test_extreme_decays_stay_finite_and_exact(name, rate):
 
 @pytest.mark.parametrize("spread", [1.0, 0.01, 0.0], ids=["random", "alike", "equal"])
 def test_triangular_solve_stays_accurate_for_repeated_keys(spread):
-    """Equal keys with beta = 1 make the powers of A explode: a Neumann product loses three digits."""
+    """Equal keys with beta = 1 make the powers of A explode: a Neumann product loses digits."""
     ops, inputs, state, ring = setup("delta-r3", 2, 16, 16, dtype=torch.float32)
     k = inputs.k[:, :1] + spread * (inputs.k - inputs.k[:, :1])
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -198,7 +198,7 @@ def test_triangular_solve_stays_accurate_for_repeated_keys(spread):
 
 
 def test_correction_survives_cancellation():
-    """State over five decades and v within 1 % of what the state predicts: a TF32 read fails here."""
+    """State over five decades, v within 1 % of what the state predicts: a TF32 read fails."""
     ops, inputs, _, ring = setup("delta-r3", 4, 16, 16, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     magnitude = 10 ** (torch.rand(4, 3, 16, 32, generator=generator) * 5 - 3)
