@@ -5,8 +5,8 @@ separate choices (`rounding`, `block`, `codec`). Sources: IEEE 754-2019 (FP32, F
 floating point 1.0 (E4M3, E5M2), OCP microscaling 1.0 (E2M1, E8M0, INT8 as a plain integer here).
 """
 
+import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -39,10 +39,10 @@ class NumberFormat:
     has_nan: bool
     torch_dtype: torch.dtype
 
-    @cached_property
+    @property
     def max_exponent(self) -> int:
         """E of the largest power of two 2^E that is representable."""
-        return int(torch.tensor(self.max_value, dtype=torch.float64).log2().floor())
+        return math.frexp(self.max_value)[1] - 1
 
     @property
     def smallest_subnormal(self) -> float:
