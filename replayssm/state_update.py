@@ -92,7 +92,7 @@ class StateUpdate:
         """
         sequence = torch.as_tensor(sequence, dtype=torch.int64, device=device)
         seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
-        seed = seed.expand(batch).clone() if seed.dim() == 0 else seed.clone()
+        seed = seed.repeat(batch) if seed.dim() == 0 else seed.clone()
         for name, value in (("sequence", sequence), ("seed", seed)):
             if value.shape != (batch,):
                 raise ValueError(f"{name} has shape {list(value.shape)}, expected [{batch}]")

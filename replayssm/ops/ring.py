@@ -77,7 +77,7 @@ def read_slots(record: Tensor, end: Cursor, dtype: torch.dtype) -> Tensor:
         record = record.to(dtype).where(valid, 0.0)
     if missing:
         record = F.pad(record, (0,) * (2 * (record.dim() - 3)) + (0, missing))
-    return record
+    return record.contiguous()
 
 
 def at_tokens(values: Tensor, pos: Cursor, tokens: int) -> Tensor:
@@ -118,7 +118,11 @@ def round_operand(x: Tensor, operand: str) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, operand: str = "fp32") -> Tensor:
-    """a @ b for [.., m, k] and [.., k, n] with equal leading axes, accumulated in their dtype."""
+    """a @ b for [.., m, k] and [.., k, n] with equal leading axes, accumulated in their dtype.
+
+    Each operand should be contiguous or the transpose of a contiguous tensor: other strides reach
+    BLAS as they are for some batch sizes and copied for others, and the bits depend on that.
+    """
     a, b = round_operand(a, operand), round_operand(b, operand)
     if a.shape[:-2].numel() == 1:
         # A batch of one goes down another BLAS path and rounds differently: compute it as two.

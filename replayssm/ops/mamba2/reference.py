@@ -133,7 +133,7 @@ def window(
     _, heads, head_dim, d_state = state.shape
     x, B_, dt = _read(ring, pos + tokens, dtype)
     slots = dt.shape[2]
-    C = inputs.C.to(dtype).transpose(1, 2)  # [B, G, T, N]
+    C = inputs.C.to(dtype).transpose(1, 2).contiguous()  # [B, G, T, N]
 
     log_decay = (inputs.A.to(dtype)[:, None] * dt).cumsum(-1)  # [B, H, n]
     log_decay_now = at_tokens(log_decay, pos, tokens)  # [B, H, T]
