@@ -185,6 +185,7 @@ def _drift(arguments: argparse.Namespace) -> int:
 
 def _measure(spec, arguments: argparse.Namespace) -> int:
     """Run `spec`, print each run's summary as it is ready, draw the report."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from replayssm.study import report, tables
@@ -201,6 +202,11 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
         print(f"replayssm: warning: {line}", file=sys.stderr)
 
     def open_subject(model: str) -> ModelSubject:
+        print(
+            f"{model}: {spec.prompts} prompts x {spec.tokens:,} tokens, {len(spec.arms())} arms "
+            f"beside the reference, on {device}",
+            file=sys.stderr,
+        )
         return ModelSubject(
             model, dtype=spec.dtype, device=device, trust_remote_code=arguments.trust_remote_code
         )

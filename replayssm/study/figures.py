@@ -108,6 +108,8 @@ def _legend(figure: Figure, axes) -> None:
 
 def render(figure: Figure) -> dict[str, bytes]:
     """The figure as {"svg": bytes, "png": bytes}, free of dates and version strings."""
+    figure.draw_without_rendering()  # lay out once, for both formats
+    figure.set_layout_engine("none")
     out = {}
     for kind, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
         buffer = io.BytesIO()

@@ -144,7 +144,7 @@ def _summary(spec: StudySpec, subject: Subject, folder: RunFolder) -> dict:
     )
     summary = stats.summarise(positions, arms, ring_len=spec.ring_len, tokens=spec.tokens)
     bad = [
-        f"{folder.path}: logits of {where['arm']} are not finite at prompt {where['prompt']}, "
+        f"logits of {where['arm']} are not finite at prompt {where['prompt']}, "
         f"position {where['position']} ({where['count']} of {where['of']} rows)"
         for where in positions.first_nonfinite()
     ]
@@ -153,11 +153,13 @@ def _summary(spec: StudySpec, subject: Subject, folder: RunFolder) -> dict:
 
 def _result(folder: RunFolder, *, reused: bool) -> RunResult:
     summary = read_json(folder.summary_path)
-    failures = [
-        f"{folder.path}: control failed: {text}" for text in summary["controls"]["failures"]
-    ]
     return RunResult(
-        folder=folder, reused=reused, nonfinite=summary["nonfinite"], failures=failures
+        folder=folder,
+        reused=reused,
+        nonfinite=[f"{folder.path}: {line}" for line in summary["nonfinite"]],
+        failures=[
+            f"{folder.path}: control failed: {line}" for line in summary["controls"]["failures"]
+        ],
     )
 
 
@@ -176,7 +178,7 @@ def _measure(
         total=spec.prompts * spec.tokens,
         unit="tok",
         desc=model,
-        disable=not progress,
+        disable=None if progress else True,
         smoothing=0.1,
     ) as bar:
         for batch, first in enumerate(range(0, spec.prompts, spec.batch_size)):
@@ -322,7 +324,10 @@ def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: Ru
     else:
         provenance = {
             "environments": [here],
-            "requested": {arm.label: arm.policy.label for arm in spec.arms()},
+            "requested": {
+                arm.label: {"policy": arm.policy.describe(), "seed": arm.seed, "fault": arm.fault}
+                for arm in spec.arms()
+            },
             "effective": subject.effective(engine),
             "inputs": read_json(folder.spec_path)["identity"]["inputs"],
         }

@@ -84,9 +84,7 @@ class ModelSubject:
             if not name.startswith(prefix):
                 continue
             group, _, part = name.removeprefix(prefix).partition(".")
-            if int(group) < len(engine.arms) and part.startswith(
-                ("checkpoint", "read_copy", "ring")
-            ):
+            if int(group) < len(engine.arms) and part.startswith(_STORED):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 stored[engine.arms[int(group)].label][part] = dtype
         return {"backend": engine.backend, "stored": stored}
@@ -106,6 +104,13 @@ def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
         input_bytes=family.ring_dtype(mixer).itemsize,
     )
 
+
+# What an arm's cache stores, beside its cursors and counters.
+_STORED = (
+    *(f"checkpoint.{part}" for part in ("data", "scale", "tensor_scale")),
+    *(f"read_copy.{part}" for part in ("data", "scale", "tensor_scale")),
+    "ring.",
+)
 
 _GEOMETRY = {
     "mamba2": ("num_heads", "head_dim", "d_state", "n_groups"),

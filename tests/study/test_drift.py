@@ -1,4 +1,4 @@
-"""KL arithmetic: accuracy at the noise floor, infinities, no clamping, top-1 and reference terms."""
+"""KL arithmetic: accuracy at the noise floor, infinities, no clamping, reference terms."""
 
 import math
 
