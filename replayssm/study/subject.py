@@ -87,7 +87,7 @@ class ModelSubject:
             if int(group) < len(engine.arms) and part.startswith(_STORED):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 stored[engine.arms[int(group)].label][part] = dtype
-        return {"backend": engine.backend, "stored": stored}
+        return {"backends": list(engine.backends), "stored": stored}
 
 
 def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
