@@ -1,0 +1,107 @@
+"""FP32 tiles onto the grid of a number format: `formats/rounding.py` as a device function.
+
+Owns rounding, overflow and what NaN and Inf become. Draws no random bits and knows no scales.
+"""
+
+import numpy
+import triton
+import triton.language as tl
+
+from replayssm.formats.number import FP32, NumberFormat
+from replayssm.formats.rounding import Rounding
+
+
+@triton.constexpr_function
+def fact(owner, name: str):
+    """Attribute `name` of a format, rounding or storage that a kernel is specialised on."""
+    return getattr(owner, name)
+
+
+@triton.constexpr_function
+def float_bits(value: float) -> int:
+    """FP32 pattern of `value`."""
+    return int(numpy.float32(value).view(numpy.int32))
+
+
+@triton.constexpr_function
+def ceiling_bits(fmt: NumberFormat) -> int:
+    """Pattern of one binade above max_value: enough to tell that a value overflowed."""
+    return float_bits(min(2.0 ** (fmt.max_exponent + 1), FP32.max_value))
+
+
+@triton.constexpr_function
+def beyond_bits(fmt: NumberFormat) -> int:
+    """Pattern of what lies past max_value: Inf, or NaN in a format without Inf."""
+    return 0x7F800000 if fmt.has_infinity else 0x7FC00000
+
+
+@triton.constexpr_function
+def random_bit_count(rounding: Rounding) -> int:
+    """Random bits an element takes, 0 for the deterministic modes."""
+    return rounding.bits or 0
+
+
+@triton.jit
+def round_to_format(
+    x, random, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr
+):
+    """FP32 tile on the grid of FORMAT, and where finite elements overflowed (int1 tile).
+
+    `random` holds `ROUNDING.bits` random bits per element (uint32), and is ignored by the
+    deterministic modes. Inf and NaN in a format without NaN become max_value: callers count them.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if fact(FORMAT, "mantissa_bits") == 23:
+        return x, magnitude < 0
+    v = tl.minimum(magnitude, ceiling_bits(FORMAT))
+    MAX: tl.constexpr = float_bits(fact(FORMAT, "max_value"))
+    if fact(FORMAT, "min_exponent") == -126:
+        v = _drop_low_bits(v, random, 23 - fact(FORMAT, "mantissa_bits"), ROUNDING)
+    else:
+        v = _round_magnitude(v, random, FORMAT, ROUNDING)
+    over = v > MAX
+    if fact(FORMAT, "has_nan"):
+        BEYOND: tl.constexpr = beyond_bits(FORMAT)
+        over = over & (magnitude < 0x7F800000)
+        v = tl.where(over, MAX if SATURATE else BEYOND, v)
+        v = tl.where(magnitude == 0x7F800000, BEYOND, v)
+        v = tl.where(magnitude > 0x7F800000, 0x7FC00000, v)
+    else:
+        v = tl.minimum(v, MAX)
+    return (v | (bits & -0x80000000)).to(tl.float32, bitcast=True), over
+
+
+@triton.jit
+def _round_magnitude(v, random, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+    """Patterns v of magnitudes to patterns on the grid, which has no upper end."""
+    M: tl.constexpr = fact(FORMAT, "mantissa_bits")
+    # 2^E, E clamped from below: the exponent field with an empty significand.
+    binade = tl.maximum(v & 0x7F800000, (fact(FORMAT, "min_exponent") + 127) << 23)
+    value = v.to(tl.float32, bitcast=True)
+    if fact(ROUNDING, "mode") == "nearest_even":
+        c = (binade + ((23 - M) << 23)).to(tl.float32, bitcast=True)
+        return ((value + c) - c).to(tl.int32, bitcast=True)
+    BITS: tl.constexpr = random_bit_count(ROUNDING)
+    to_fixed_point = (((254 + M + BITS) - (binade >> 23)) << 23).to(tl.float32, bitcast=True)
+    if M + 1 + BITS <= 30:
+        t = (value * to_fixed_point).to(tl.int32)
+    else:
+        t = (value * to_fixed_point).to(tl.int64)
+    if BITS > 0:
+        t = (t + random.to(t.dtype)) >> BITS
+    ulp = (binade - (M << 23)).to(tl.float32, bitcast=True)
+    return (t.to(tl.float32) * ulp).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _drop_low_bits(v, random, DROP: tl.constexpr, ROUNDING: tl.constexpr):
+    """Clear the DROP low bits of patterns v after adding the rounding increment."""
+    BITS: tl.constexpr = random_bit_count(ROUNDING)
+    if fact(ROUNDING, "mode") == "nearest_even":
+        v = v + ((1 << (DROP - 1)) - 1) + ((v >> DROP) & 1)
+    elif BITS > DROP:
+        v = v + (random >> (BITS - DROP)).to(tl.int32)
+    elif BITS > 0:
+        v = v + (random << (DROP - BITS)).to(tl.int32)
+    return v & -(1 << DROP)
