@@ -75,6 +75,7 @@ class ReplayCache:
         theirs = other._row_tensors()
         for name, tensor in self._row_tensors().items():
             tensor[rows.to(tensor.device)] = theirs[name]
+        self.parameters |= other.parameters
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor by name, by reference: what a resumed run needs to go on byte for byte."""
