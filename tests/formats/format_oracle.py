@@ -1,7 +1,7 @@
 """A scalar oracle for rounding in exact rational arithmetic, and hard values for every format.
 
-Shares no code and no idea with `replayssm.formats.rounding`: it enumerates a format's magnitudes and
-looks the neighbours up.
+Shares no code and no idea with `replayssm.formats.rounding`: it enumerates a format's magnitudes
+and looks the neighbours up.
 """
 
 import math
@@ -17,9 +17,9 @@ from replayssm.formats.number import NumberFormat
 
 @cache
 def magnitudes(fmt: NumberFormat) -> list[float]:
-    """All finite magnitudes of a format in order, from its stored facts, plus the one after the last.
+    """All finite magnitudes of a format in order, plus one.
 
-    The extra one is what the format would hold next if its exponent range went on.
+    The extra one is what would come next if the exponent range went on.
     """
     values, spacing = [0.0], 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
     while values[-1] <= fmt.max_value:
@@ -34,7 +34,8 @@ def neighbours(value: float, fmt: NumberFormat) -> tuple[int, float, float, Frac
     grid = magnitudes(fmt)
     i = bisect_right(grid, value) - 1
     below, above = grid[i], grid[i + 1]
-    return i, below, above, (Fraction(value) - Fraction(below)) / (Fraction(above) - Fraction(below))
+    gap = Fraction(above) - Fraction(below)
+    return i, below, above, (Fraction(value) - Fraction(below)) / gap
 
 
 def stochastic(value: float, fmt: NumberFormat, n: int, r: int) -> float:
@@ -46,7 +47,7 @@ def stochastic(value: float, fmt: NumberFormat, n: int, r: int) -> float:
 
 @cache
 def hard_values(fmt: NumberFormat) -> torch.Tensor:
-    """Every magnitude up to the maximum, every midpoint, and the FP32 neighbours of both; both signs."""
+    """Every magnitude, every midpoint and the FP32 neighbours of both, with both signs."""
     grid = np.array(magnitudes(fmt)[:-1])
     points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
     assert (points.astype(np.float64) == np.concatenate([grid, (grid[1:] + grid[:-1]) / 2])).all()

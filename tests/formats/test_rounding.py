@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from format_oracle import hard_values, magnitudes, neighbours, stochastic as exact_stochastic
+from format_oracle import hard_values, magnitudes, neighbours
+from format_oracle import stochastic as exact_stochastic
 from gfloat import formats as gf
 
 from replayssm.formats.number import (
@@ -128,7 +129,7 @@ def test_rounding_directly_differs_from_rounding_through_bf16():
 
 @pytest.mark.parametrize("fmt", SMALL, ids=by_name)
 def test_overflow_starts_at_the_midpoint_to_the_number_after_the_last(fmt):
-    """The tie goes to the even code; E4M3's 464 stays in range, as in OCP, others' tie overflows."""
+    """The tie goes to the even code: E4M3's 464 stays in range, as in OCP, the others' is out."""
     half = fmt.max_value + fmt.top_spacing / 2
     below = np.nextafter(np.float32(half), np.float32(0))
     above = np.nextafter(np.float32(half), np.float32(np.inf))
@@ -226,9 +227,7 @@ def stochastic_values(fmt: NumberFormat) -> torch.Tensor:
     values = []
     for i in picks:
         gap = grid[i + 1] - grid[i]
-        values += [
-            grid[i] + f * gap for f in (0, 2**-20, 2**-13, 0.1, 1 / 3, 0.5, 0.7, 1 - 2**-12)
-        ]
+        values += [grid[i] + f * gap for f in (0, 2**-20, 2**-13, 0.1, 1 / 3, 0.5, 0.7, 1 - 2**-12)]
     x = torch.tensor(values, dtype=torch.float64).to(torch.float32)
     return torch.cat([x, -x])
 
@@ -236,7 +235,7 @@ def stochastic_values(fmt: NumberFormat) -> torch.Tensor:
 @pytest.mark.parametrize("n", [4, 13, 16])
 @pytest.mark.parametrize("fmt", SMALL, ids=by_name)
 def test_expectation_over_all_bit_values(fmt, n):
-    """Enumerated, not sampled: the mean over all 2^n bit patterns is the value, truncated to n bits."""
+    """Enumerated, not sampled: the mean over all patterns is the value, truncated to n bits."""
     x = stochastic_values(fmt)
     r = torch.arange(2**n).expand(len(x), -1)
     values = rounded(x[:, None].expand(-1, 2**n), fmt, stochastic(n), r).double()
@@ -253,7 +252,7 @@ def test_expectation_over_all_bit_values(fmt, n):
 @pytest.mark.parametrize("n", [1, 7, 16, 17, 20, 24, 31, 32])
 @pytest.mark.parametrize("fmt", SMALL, ids=by_name)
 def test_threshold_bits_against_the_exact_rule(fmt, n):
-    """The last pattern that rounds toward zero and the first that rounds away, for every bit count."""
+    """The last pattern that rounds toward zero and the first that rounds away, for many n."""
     for value in stochastic_values(fmt).tolist():
         f = neighbours(abs(value), fmt)[3]
         first = 2**n - math.floor(f * 2**n)

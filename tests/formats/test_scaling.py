@@ -67,7 +67,7 @@ def test_zero_row_has_scale_one_and_zero_codes(fmt):
 @ROW_FORMATS
 @pytest.mark.parametrize("amax", [1e-36, 1e-38, 1e-40, 1e-42, 3e-44, 1.4e-45])
 def test_tiny_rows_survive(fmt, amax):
-    """The scale is subnormal with k significant steps; the maximum keeps 1 part in 2k, or its all."""
+    """A subnormal scale k * 2^-149 costs the maximum up to 1 part in 2k, and nothing worse."""
     x = torch.tensor([amax, -amax / 2, amax / 3, 0]).view(1, 1, 1, 4)
     q = quantize(x, fmt, scale="row")
     assert (q.scale > 0).all()
@@ -88,7 +88,7 @@ def mx(fmt, rule, value, count=32):
 
 
 def test_mx_constants():
-    """Published known answers: FLOOR clips 7 to 6 and 500 to 448, RCEIL doubles the scale instead."""
+    """Known answers: FLOOR clips 7 to 6 and 500 to 448, RCEIL doubles the scale instead."""
     assert mx(MXFP4, "floor", 7.0) == (0x7F, [6.0])
     assert mx(MXFP4, "rceil", 7.0) == (0x80, [8.0])
     assert mx(MXFP8, "floor", 500.0) == (0x7F, [448.0])
