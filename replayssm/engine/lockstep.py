@@ -127,12 +127,7 @@ class Lockstep:
         self.prompt_length = prompt_length
         self.tokens = tokens
         capacity = prompt_length + tokens
-        limit = self.adapter.max_positions
-        if limit is not None and capacity > limit:
-            raise ValueError(
-                f"prompt and text have {capacity} tokens, {self.adapter.name!r} has "
-                f"{limit} positions"
-            )
+        self.adapter.check_length(capacity)
         groups = [self._group(arm, self.prompt_ids) for arm in self.arms]
         rows = len(self.arms) * prompts
         padding = -rows % self._row_multiple(tokens)
@@ -246,6 +241,11 @@ class Lockstep:
         """Indices of the recurrent layers."""
         return self._stream.session.layer_indices
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Backends in effect, never "auto"; only after `start` or `load_engine_state`."""
+        return self._stream.session.backends
+
     @torch.inference_mode()
     def states(self, layer: int) -> Tensor:
         """Effective recurrent state of every arm, FP32 [arms, prompts, *state shape]."""
@@ -254,6 +254,28 @@ class Lockstep:
     def saturated(self, layer: int) -> Tensor:
         """Elements that saturated when written so far, int64 [arms, prompts]."""
         return torch.stack(self._stream.session.saturated(layer)[: len(self.arms)])
+
+    def effective(self) -> dict:
+        """What is really in effect, read back: for provenance, never for a label.
+
+        "replaced": per function of the library, what would have run in its place otherwise;
+        "dtypes": per arm, the dtype of every stored tensor of the first recurrent layer;
+        "cache": dtypes of the library's own cache (attention, convolution inputs).
+        """
+        session, first = self._stream.session, self.layers[0]
+        dtypes = {}
+        for name, tensor in self._stream.tensors().items():
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        cache = {name.split(".")[2]: dtypes[name] for name in dtypes if name.startswith("cache.")}
+        stored = {}
+        for group, arm in enumerate(self.arms):
+            prefix = f"session.{first}.{group}."
+            stored[arm.label] = {
+                name.removeprefix(prefix): dtype
+                for name, dtype in dtypes.items()
+                if name.startswith(prefix)
+            }
+        return {"replaced": dict(session.replaced), "dtypes": stored, "cache": cache}
 
     def engine_state(self) -> dict[str, Tensor]:
         """Everything needed to go on from here in another process, as named tensors (copies)."""

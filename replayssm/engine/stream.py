@@ -67,6 +67,8 @@ class Stream:
     def step(self, tokens: Tensor) -> Tensor:
         """Read `tokens` [rows, T] under the policies; returns FP32 logits [rows, T, V]."""
         assert self.session.decoding, "hand_over() first"
+        if tokens.shape[0] != len(self.source):
+            raise ValueError(f"this stream decodes {len(self.source)} rows, got {tokens.shape[0]}")
         with self.session:
             logits = self.adapter.forward(tokens, self._cache, start=self.position)
         self.position += tokens.shape[1]

@@ -100,6 +100,14 @@ class Adapter:
             return None
         return getattr(self.config, "max_position_embeddings", None)
 
+    def check_length(self, tokens: int) -> None:
+        """Raise ValueError if a text of `tokens` tokens does not fit the model's positions."""
+        if self.max_positions is not None and tokens > self.max_positions:
+            raise UnsupportedInputError(
+                f"prompt and text have {tokens} tokens, {self.name!r} has {self.max_positions} "
+                "positions"
+            )
+
     def new_cache(self, *, capacity: int = 0):
         """An empty cache for this model, `capacity` tokens of attention preallocated."""
         return new_cache(self.config, capacity=capacity)

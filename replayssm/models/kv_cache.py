@@ -33,7 +33,7 @@ class AppendLayer(DynamicLayer):
         self._storage: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Append [B, HA, T, D]; returns views of everything so far (valid until the next update)."""
+        """Append [B, HA, T, D]; returns views of all so far, valid until the next update."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()

@@ -6,6 +6,7 @@ provenance. Must not know policies or studies.
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,16 +86,17 @@ def load(
     """Load `builtin/NAME`, a local folder, or a model id of the hub, in eval mode.
 
     Args:
-        dtype: of the weights: "float32", "bfloat16" or "float16". The recurrent state does not depend on it.
+        dtype: of the weights: "float32", "bfloat16" or "float16"; not of the recurrent state.
         device: where the model goes, unless `device_map` is given.
         trust_remote_code: run code from the model's repository; off unless asked for.
         device_map: passed to transformers, to spread a model over several devices.
 
     Raises:
-        ModelError (a ValueError) with one line: unknown name, no recurrent layer, unsupported family,
-        weights missing, corrupt, incomplete or not in safetensors, tokenizer missing.
+        ModelError (a ValueError) with one line: unknown name, no recurrent layer, unsupported
+        family, weights missing, corrupt, incomplete or not in safetensors, tokenizer missing.
     """
     torch_dtype = _as_dtype(dtype)
+    _quieten_transformers()
     folder = _find_folder(name_or_path, trust_remote_code)
     config = _read_config(folder, name_or_path)
     find_architecture(config["model_type"], where=repr(name_or_path))
@@ -143,9 +145,7 @@ def _download(name: str, trust_remote_code: bool) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=patterns + ["*.py"] * trust_remote_code)
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns + ["*.py"] * trust_remote_code))
     except Exception as error:  # the hub client raises a dozen unrelated types
         raise ModelError(
             f"{name!r} is not a local folder and could not be fetched from the hub: "
@@ -160,7 +160,7 @@ def _read_config(folder: Path, name: str) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{name!r}: config.json is not valid JSON: {_first_line(error)}") from error
+        raise ModelError(f"{name!r}: config.json is not JSON: {_first_line(error)}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"{name!r}: config.json names no model_type")
     return config
@@ -170,7 +170,8 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
     index = folder / _WEIGHTS_INDEX
     if index.exists():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(weight_map.values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise WeightsError(f"{name!r}: {_WEIGHTS_INDEX} cannot be read") from error
         return [folder / shard for shard in shards]
@@ -230,6 +231,7 @@ def _load_weights(
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, with the name of the tensor
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
@@ -241,7 +243,23 @@ def _load_weights(
             f"{name!r}: the weight files lack {len(absent)} tensors of the model, the first is "
             f"{absent[0]!r}"
         )
+    for key, stored, wanted in report["mismatched_keys"]:
+        raise WeightsError(
+            f"{name!r}: {key!r} is {list(stored)} in the weight files, {list(wanted)} in the model"
+        )
     return model
+
+
+def _quieten_transformers() -> None:
+    """No progress bars and no notices that a kernel package is missing, unless asked for.
+
+    The notices concern the convolution only: the recurrence is ours whatever is installed.
+    """
+    import transformers
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -165,8 +165,8 @@ def claimed_layer(mixer: nn.Module, call: Call, *, where: str):
             mask = args[mask_index] if len(args) > mask_index else kwargs.get("attention_mask")
             if mask is not None:
                 raise UnsupportedInputError(
-                    f"{where} got a padding mask; padding would enter the recurrent state: run prompts of "
-                    "equal length together, without padding"
+                    f"{where} got a padding mask; padding would enter the recurrent state: run "
+                    "prompts of equal length together, without padding"
                 )
             running = _LayerCall(call)
             _running.stack.append(running)
@@ -176,8 +176,8 @@ def claimed_layer(mixer: nn.Module, call: Call, *, where: str):
                 _running.stack.pop()
             if running.reached != 1:
                 raise HookNotLiveError(
-                    f"{where} ran its recurrence {running.reached} times through our state update instead "
-                    "of once; a replaced kernel or an unknown version of transformers is in the way"
+                    f"{where} reached our state update {running.reached} times instead of once; a "
+                    "replaced kernel or an unknown version of transformers is in the way"
                 )
             return out
 

@@ -47,8 +47,8 @@ class RowGroup:
     def __post_init__(self) -> None:
         if not self.sequences or len(self.sequences) != len(self.seeds):
             raise ValueError(
-                f"a row group needs one sequence and one seed per row, got {len(self.sequences)} sequences "
-                f"and {len(self.seeds)} seeds"
+                "a row group needs one sequence and one seed per row, got "
+                f"{len(self.sequences)} sequences and {len(self.seeds)} seeds"
             )
 
     @property
@@ -152,9 +152,9 @@ class ReplaySession:
         """One layer, one forward pass: FP32 outputs [B, T, H, P] of `inputs` [B, T, ...]."""
         if continued != (state.tokens > 0):
             raise UnsupportedInputError(
-                f"layer {state.layer.index}: the session has seen {state.tokens} tokens, but the model's "
-                f"cache says it {'continues' if continued else 'starts'}; a session and its cache must "
-                "start together and be used together"
+                f"layer {state.layer.index}: the session has seen {state.tokens} tokens, but the "
+                f"model's cache says that it {'continues' if continued else 'starts'}; a session "
+                "and its cache must start together and be used together"
             )
         rows, tokens = inputs[0].shape[:2]
         if not self.decoding:
@@ -228,7 +228,7 @@ class ReplaySession:
         }
 
     def load_tensors(self, tensors: dict[str, Tensor], *, tokens: int) -> None:
-        """Go on from `tensors()` of a session with the same model and groups, `tokens` tokens in."""
+        """Go on from `tensors()` of a session with the same model and groups, after `tokens`."""
         for state in self._layers:
             state.caches, state.tokens = self._new_caches(state), tokens
             for group, cache in enumerate(state.caches):
@@ -239,6 +239,11 @@ class ReplaySession:
         self.decoding = True
 
     # -- looking at the state ----------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Backends in effect over all layers and groups, sorted; never "auto"."""
+        return tuple(sorted({u.effective_backend for s in self._layers for u in s.updates}))
 
     @property
     def layer_indices(self) -> tuple[int, ...]:
@@ -254,7 +259,7 @@ class ReplaySession:
         return [u.state(c) for u, c in zip(state.updates, state.caches, strict=True)]
 
     def saturated(self, layer: int) -> list[Tensor]:
-        """Elements that saturated so far at model layer `layer`, int64 [group rows] for each group."""
+        """Elements that saturated so far at model layer `layer`: int64 [rows] for each group."""
         return [cache.saturated for cache in self._find(layer).caches]
 
     def _find(self, layer: int) -> _LayerState:

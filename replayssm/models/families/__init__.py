@@ -42,7 +42,7 @@ class Family(Protocol):
         """The inputs of some batch rows (views)."""
 
     def scale_log_decay(self, inputs: Any, factor: float) -> Any:
-        """The inputs with every log decay multiplied by `factor` (the deliberate fault of a study)."""
+        """The inputs with every log decay times `factor` (the deliberate fault of a study)."""
 
 
 def get_family(name: str) -> Family:
@@ -64,9 +64,9 @@ def state_placeholder(like: Tensor) -> Tensor:
 
 
 def refuse_packing(kwargs: dict) -> None:
-    """Refuse several sequences in one row: their boundaries would be lost in the recurrent state."""
+    """Refuse several sequences in one row: the recurrent state would run across them."""
     for key in ("cu_seqlens", "seq_idx"):
         if kwargs.get(key) is not None:
             raise UnsupportedInputError(
-                f"packed rows ({key}) are not supported: give one sequence per row, all of equal length"
+                f"packed rows ({key}) are not supported: give one sequence per row"
             )
