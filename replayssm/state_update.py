@@ -12,7 +12,8 @@ Owns when things are read, appended, folded and rounded. Arithmetic lives in `op
 
 Rounding happens at hand-over and flush (checkpoint and read copy, both from the same FP32 state)
 and on append (ring), and nowhere else. Every product accumulates in FP32 from FP32 operands, unless
-the policy's `operand` says otherwise: float32 matmul precision must be "highest", and is checked.
+the policy's `operand` says otherwise: torch's float32 matmul precision must be "highest", as is
+checked.
 """
 
 from __future__ import annotations
@@ -180,8 +181,14 @@ class StateUpdate:
         A row whose ring is empty is left as it is. Uncommitted tokens are dropped.
         """
         _check_precision(cache.seed.device)
+        full = cache.pos > 0
+        if rows is not None:
+            if rows.shape != full.shape or rows.dtype != torch.bool:
+                raise ValueError(
+                    f"rows is {rows.dtype} {list(rows.shape)}, expected bool [{cache.batch}]"
+                )
+            full &= rows.cpu()
         cache.uncommitted = 0
-        full = cache.pos > 0 if rows is None else rows.cpu() & (cache.pos > 0)
         if bool(full.all()):
             self._write(cache, self._folded(cache))
         elif bool(full.any()):
@@ -197,14 +204,12 @@ class StateUpdate:
         """
         total = self._check_inputs(cache, inputs)
         outputs, done = [], 0
+        self.flush(cache, cache.pos == cache.ring_len)
         while done < total:
             tokens = min(total - done, cache.ring_len - int(cache.pos.max()))
-            assert tokens > 0, "step() never leaves a full ring behind; flush() after commit()"
             outputs.append(self.window(cache, _tokens(inputs, done, done + tokens)))
             self.commit(cache, tokens)
-            full = cache.pos == cache.ring_len
-            if bool(full.any()):
-                self.flush(cache, full)
+            self.flush(cache, cache.pos == cache.ring_len)
             done += tokens
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -361,12 +366,13 @@ def _tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 def _check_precision(device: torch.device) -> None:
-    """Raises RuntimeError where torch would silently narrow FP32 products."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
+    """Raises RuntimeError where torch would silently narrow FP32 products on this device."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = backend.matmul.fp32_precision
+    if precision not in ("none", "ieee"):
         raise RuntimeError(
-            f"float32 matmul precision is {precision!r}; the state update needs 'highest' "
-            "(torch.set_float32_matmul_precision)"
+            f"float32 products are set to {precision!r} on {device.type}; the state update needs "
+            'them exact: torch.set_float32_matmul_precision("highest")'
         )
     if torch.is_autocast_enabled(device.type):
         raise RuntimeError(f"the state update cannot run under torch.autocast({device.type!r})")

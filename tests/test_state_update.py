@@ -241,6 +241,8 @@ def test_bad_requests_are_refused_by_name():
     for accepted in (5, -1, torch.tensor([4, 5])):
         with pytest.raises(ValueError, match="cannot commit"):
             update.commit(cache, accepted)
+    with pytest.raises(ValueError, match=r"rows is torch.int64 \[1\], expected bool \[2\]"):
+        update.flush(cache, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"accepted has shape \[3\]"):
         update.commit(cache, torch.tensor([1, 1, 1]))
     update.commit(cache, 4)
@@ -255,12 +257,14 @@ def test_narrowed_float32_products_are_refused():
     update = make_update("mamba2")
     cache = make_cache(update, 1)
     inputs = make_inputs("mamba2", PLAIN["mamba2"], 1, 4)
-    before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        with pytest.raises(RuntimeError, match="'high'.*'highest'"):
-            update.step(cache, inputs)
+        for call in (update.step, update.window):
+            with pytest.raises(RuntimeError, match="'tf32' on cpu.*highest"):
+                call(cache, inputs)
+        with pytest.raises(RuntimeError, match="'tf32' on cpu"):
+            update.prefill(None, inputs)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
         update.step(cache, inputs)
