@@ -157,9 +157,9 @@ def test_slope_of_a_power_law(power, says):
     t = np.arange(4096) + 1.0
     kl = 1e-6 * t**power * rng.gamma(4.0, 0.25, size=(1, 4, 4096))
     positions = make_positions(kl)
-    row = stats.growth_slopes(
-        positions, stats.geometric_windows(4096, 16), Bootstrap(4, block=16)
-    )[0]
+    row = stats.growth_slopes(positions, stats.geometric_windows(4096, 16), Bootstrap(4, block=16))[
+        0
+    ]
     assert row["slope"] == pytest.approx(power, abs=0.05)
     assert row["slope_low"] < power + 0.05 and row["slope_high"] > power - 0.05
     assert row["growth"].startswith(says)
