@@ -7,7 +7,7 @@ is in `families/`; how they are replaced is in `patching.py`.
 All facts were read from transformers 5.17 and 5.24 and are tested on tiny random models of both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replayssm.models.errors import UnsupportedModelError
 
@@ -25,6 +25,8 @@ class Architecture:
     family: "gated_delta" or "mamba2": which functions are replaced and how they are called.
     module: the modeling module, relative to `transformers.models`.
     mixer: class name of the recurrent layer inside that module.
+    one_token_fault: submodule of the mixer that mixes up the rows of a batch when it sees a single
+        token (in some version of transformers), and is therefore never shown one.
     note: what differs from the other members of the family.
     """
 
@@ -34,6 +36,7 @@ class Architecture:
     module: str
     mixer: str
     note: str = ""
+    one_token_fault: str | None = None
 
 
 def _row(name: str, family: str, mixer: str, note: str = "", *extra_types: str) -> Architecture:
@@ -74,11 +77,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _row("mamba2", MAMBA2, "Mamba2Mixer", "step size clamped to time_step_limit at every token"),
     _row("nemotron_h", MAMBA2, "NemotronHMamba2Mixer", _DT_MIN),
     _row("bamba", MAMBA2, "BambaMixer", "step size clamped to time_step_limit at every token"),
-    _row(
-        "falcon_h1",
-        MAMBA2,
-        "FalconH1Mixer",
-        "gate applied inside the one-token call when there is no norm",
+    replace(
+        _row("falcon_h1", MAMBA2, "FalconH1Mixer", "one-token call gates inside without its norm"),
+        one_token_fault="norm",  # 5.17: the product with the gate broadcasts rows against rows
     ),
     _row("granitemoehybrid", MAMBA2, "GraniteMoeHybridMambaLayer"),
     _row("zamba2", MAMBA2, "Zamba2MambaMixer", _DT_MIN),

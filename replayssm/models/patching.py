@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from replayssm.models.errors import HookNotLiveError, UnsupportedInputError
 
@@ -142,6 +142,21 @@ def replaced_forward(module: nn.Module, make: Callable[[Callable], Callable]):
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = before
+
+
+def never_one_token(forward: Callable) -> Callable:
+    """A forward of (hidden, gate), both [B, T, W], that sees a single token as two and keeps one.
+
+    For `replaced_forward` on a module that loses the token axis when T = 1.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(hidden: Tensor, gate: Tensor) -> Tensor:
+        if hidden.shape[1] > 1:
+            return forward(hidden, gate)
+        return forward(hidden.repeat(1, 2, 1), gate.repeat(1, 2, 1))[:, :1]
+
+    return wrapper
 
 
 @contextmanager

@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from replayssm.cache.replay import ReplayCache
 from replayssm.models.adapter import Adapter, RecurrentLayer
 from replayssm.models.errors import UnsupportedInputError
-from replayssm.models.patching import claimed_layer, replaced_forward, replaced_functions
+from replayssm.models.patching import (
+    claimed_layer,
+    never_one_token,
+    replaced_forward,
+    replaced_functions,
+)
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import StateUpdate
 
@@ -122,10 +127,12 @@ class ReplaySession:
                 replaced_functions(self.adapter.module_name, family.functions)
             )
             for state in self._layers:
-                where = f"{self.adapter.name!r} layer {state.layer.index} ({state.layer.name})"
-                stack.enter_context(
-                    claimed_layer(state.layer.mixer, self._make_call(state), where=where)
-                )
+                layer = state.layer
+                where = f"{self.adapter.name!r} layer {layer.index} ({layer.name})"
+                stack.enter_context(claimed_layer(layer.mixer, self._make_call(state), where=where))
+                faulty = getattr(layer.mixer, self.adapter.architecture.one_token_fault or "", None)
+                if faulty is not None and not isinstance(faulty, nn.Identity):
+                    stack.enter_context(replaced_forward(faulty, never_one_token))
             stack.enter_context(replaced_forward(self.adapter.head, self.adapter.fp32_head))
             self._active = stack.pop_all()
         return self
