@@ -1,0 +1,174 @@
+"""Refilled lanes: a sequence's tokens and logits do not depend on anything but itself."""
+
+import pytest
+import torch
+from tiny_models import TINY_ARCHITECTURES, tiny_model
+
+from replayssm.engine import batching
+from replayssm.engine.batching import Request, generate_many
+from replayssm.engine.decode import generate
+from replayssm.engine.sampling import Sampler
+from replayssm.models import Adapter
+from replayssm.policy import parse_policy
+
+FP32 = parse_policy("fp32@8")
+
+
+def requests(count: int, *, seed: int = 0) -> list[Request]:
+    """Prompts of 3 to 20 tokens with caps of 4 to 20, each its own sequence number."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        length, cap = torch.randint(4, 21, (2,), generator=draw).tolist()
+        prompt = torch.randint(3, 128, (length,), generator=draw).tolist()
+        made.append(Request(prompt=prompt, max_new_tokens=cap, sequence=1000 + number))
+    return made
+
+
+@pytest.fixture
+def logits_seen(monkeypatch):
+    """Every logits row that a token is chosen from: (request's sequence, position) -> row."""
+    seen = {}
+    real = batching._advance
+
+    def spy(running, logits, *rest):
+        for lane, row in zip(running, logits, strict=True):
+            seen[lane.request.sequence, lane.position] = row.clone()
+        return real(running, logits, *rest)
+
+    monkeypatch.setattr(batching, "_advance", spy)
+    return seen
+
+
+def run(adapter, asked, policy=FP32, **options):
+    done = list(generate_many(adapter, asked, policy, **options))
+    assert sorted(c.index for c in done) == list(range(len(asked)))
+    return {asked[c.index].sequence: (c.tokens, c.finish) for c in done}
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_order_neighbours_and_batch_size_change_no_bit(name, logits_seen):
+    adapter = Adapter(tiny_model(name))
+    asked = requests(11)
+    first = run(adapter, asked, lanes=8)
+    kept = dict(logits_seen)
+    for other, lanes in ((asked[:2:-1], 8), (asked[3:8], 16)):
+        logits_seen.clear()
+        again = run(adapter, other, lanes=lanes)
+        assert again == {key: first[key] for key in again}
+        for where, row in logits_seen.items():
+            assert torch.equal(row, kept[where]), (where, lanes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("policy", ["fp16-sr", "nvfp4", "fp8-sr+nvfp4@4"])
+def test_rounded_states_do_not_depend_on_the_batch_either(name, policy, logits_seen):
+    adapter, policy = Adapter(tiny_model(name)), parse_policy(policy)
+    asked = requests(10, seed=1)
+    sampler = Sampler(temperature=1.0, seed=5)
+    first = run(adapter, asked, policy, lanes=8, sampler=sampler, seed=3)
+    kept = dict(logits_seen)
+    logits_seen.clear()
+    again = run(adapter, asked[:3:-1], policy, lanes=8, sampler=sampler, seed=3)
+    assert again == {key: first[key] for key in again}
+    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_lanes_generate_what_plain_decode_generates(name):
+    adapter = Adapter(tiny_model(name))
+    asked = requests(4, seed=2)
+    got = run(adapter, asked, lanes=8)
+    for request in asked:
+        (alone,) = generate(
+            adapter,
+            torch.tensor([request.prompt]),
+            FP32,
+            max_new_tokens=request.max_new_tokens,
+        )
+        assert got[request.sequence][0] == alone.tokens
+
+
+def test_the_models_attention_is_restored():
+    model = tiny_model("qwen3_5")
+    adapter = Adapter(model)
+    before = model.config._attn_implementation
+    run(adapter, requests(3))
+    assert model.config._attn_implementation == before
+    running = generate_many(adapter, requests(9), FP32)
+    next(running)
+    assert model.config._attn_implementation == before
+
+
+def test_ends_stop_tokens_stop_functions_and_caps():
+    adapter = Adapter(tiny_model("mamba2"))
+    prompt = [5, 6, 7]
+    (free,) = generate_many(adapter, [Request(prompt=prompt, max_new_tokens=12)], FP32)
+    assert free.finish == "length" and len(free.tokens) == 12
+    stop = free.tokens[4]
+    first = free.tokens.index(stop)
+    (cut,) = generate_many(
+        adapter, [Request(prompt=prompt, max_new_tokens=12)], FP32, stop_tokens=[stop]
+    )
+    assert (cut.finish, cut.tokens) == ("stop_token", free.tokens[:first])
+    three = Request(prompt=prompt, max_new_tokens=12, stop=lambda tokens: len(tokens) == 3)
+    (cut,) = generate_many(adapter, [three], FP32)
+    assert (cut.finish, cut.tokens) == ("stop", free.tokens[:3])
+    at_once = generate_many(
+        adapter,
+        [Request(prompt=prompt, max_new_tokens=12)] * 3,
+        FP32,
+        stop_tokens=[free.tokens[0]],
+    )
+    assert [(c.index, c.finish, c.tokens) for c in at_once] == [
+        (i, "stop_token", ()) for i in range(3)
+    ]
+
+
+def test_a_long_answer_does_not_hold_up_the_others(monkeypatch):
+    adapter = Adapter(tiny_model("mamba2"))
+    steps = []
+    real = batching._Batch.step
+    monkeypatch.setattr(batching._Batch, "step", lambda self: steps.append(1) or real(self))
+    long = Request(prompt=[9, 8], max_new_tokens=60)
+    short = [Request(prompt=[3, 4, 5 + i], max_new_tokens=6) for i in range(63)]
+    order = [c.index for c in generate_many(adapter, [long, *short], FP32, lanes=8)]
+    # Seven lanes share 63 short answers of five steps each: 45 steps, inside the long one's 59.
+    assert order[-1] == 0 and len(steps) == 59
+
+
+def test_sampling_depends_on_seed_and_sequence_only():
+    adapter = Adapter(tiny_model("mamba2"))
+    asked = [Request(prompt=[5, 6, 7], max_new_tokens=16, sequence=s) for s in (1, 2, 1)]
+
+    def draw(seed, which=asked):
+        sampler = Sampler(temperature=1.0, seed=seed)
+        done = sorted(generate_many(adapter, which, FP32, sampler=sampler), key=lambda c: c.index)
+        return [c.tokens for c in done]
+
+    one, two, again = draw(0)
+    assert one == again != two
+    assert draw(0, asked[1:2]) == [two]
+    assert draw(1)[0] != one
+
+
+def test_bad_requests():
+    adapter = Adapter(tiny_model("qwen3_5"))
+    with pytest.raises(ValueError, match="at least one token"):
+        Request(prompt=[], max_new_tokens=1)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        Request(prompt=[1], max_new_tokens=0)
+    with pytest.raises(ValueError, match="sequence"):
+        Request(prompt=[1], max_new_tokens=1, sequence=1 << 32)
+    with pytest.raises(ValueError, match="lanes"):
+        list(generate_many(adapter, [], FP32, lanes=0))
+    with pytest.raises(ValueError, match="4096 positions"):
+        list(generate_many(adapter, [Request(prompt=[1], max_new_tokens=4096)], FP32))
+
+
+def test_logits_that_are_not_finite_are_named(tiny_model):
+    model = tiny_model("mamba2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[:] = float("nan")
+    with pytest.raises(ValueError, match="not finite under policy fp32@8: request 0, position 1"):
+        list(generate_many(Adapter(model), [Request(prompt=[4, 5], max_new_tokens=3)], FP32))
