@@ -9,7 +9,7 @@ policies, prompts or when a row ends.
 Experts, too, are computed row by row: grouping the rows of one expert would let a row's neighbours
 decide the order of its sums.
 
-Shapes: B lanes (rows), HA attention heads, HKV key-value heads, S keys of one row, D head dimension.
+Shapes: B lanes (rows), HKV key-value heads, S keys of one row, D head dimension.
 """
 
 import sys
@@ -46,7 +46,7 @@ class LaneCache:
     """
 
     def __init__(self, adapter: Adapter, like: Cache, lanes: int):
-        """`like`: the cache of any one prefilled sequence; its convolution inputs fill all lanes."""
+        """`like`: the cache of any one prefilled sequence; convolution inputs start as copies."""
         if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in like.layers):
             raise UnsupportedInputError(
                 f"{adapter.name!r} has sliding-window attention; rows of different lengths in one "
@@ -122,7 +122,7 @@ class LaneCache:
 
 
 class _LaneLayer(AppendLayer):
-    """An attention layer whose `update` appends every lane's new key and value to the lane's own."""
+    """An attention layer that appends each lane's new key and value to the lane's own cache."""
 
     def __init__(self, layer: AppendLayer, owner: LaneCache, rows: list[AppendLayer | None]):
         vars(self).update(vars(layer))  # takes over what the layer holds (convolution inputs)
