@@ -54,22 +54,23 @@ def round_to_format(
     magnitude = bits & 0x7FFFFFFF
     if fact(FORMAT, "mantissa_bits") == 23:
         return x, magnitude < 0
-    v = tl.minimum(magnitude, ceiling_bits(FORMAT))
-    MAX: tl.constexpr = float_bits(fact(FORMAT, "max_value"))
-    if fact(FORMAT, "min_exponent") == -126:
-        v = _drop_low_bits(v, random, 23 - fact(FORMAT, "mantissa_bits"), ROUNDING)
     else:
-        v = _round_magnitude(v, random, FORMAT, ROUNDING)
-    over = v > MAX
-    if fact(FORMAT, "has_nan"):
-        BEYOND: tl.constexpr = beyond_bits(FORMAT)
-        over = over & (magnitude < 0x7F800000)
-        v = tl.where(over, MAX if SATURATE else BEYOND, v)
-        v = tl.where(magnitude == 0x7F800000, BEYOND, v)
-        v = tl.where(magnitude > 0x7F800000, 0x7FC00000, v)
-    else:
-        v = tl.minimum(v, MAX)
-    return (v | (bits & -0x80000000)).to(tl.float32, bitcast=True), over
+        v = tl.minimum(magnitude, ceiling_bits(FORMAT))
+        MAX: tl.constexpr = float_bits(fact(FORMAT, "max_value"))
+        if fact(FORMAT, "min_exponent") == -126:
+            v = _drop_low_bits(v, random, 23 - fact(FORMAT, "mantissa_bits"), ROUNDING)
+        else:
+            v = _round_magnitude(v, random, FORMAT, ROUNDING)
+        over = v > MAX
+        if fact(FORMAT, "has_nan"):
+            BEYOND: tl.constexpr = beyond_bits(FORMAT)
+            over = over & (magnitude < 0x7F800000)
+            v = tl.where(over, MAX if SATURATE else BEYOND, v)
+            v = tl.where(magnitude == 0x7F800000, BEYOND, v)
+            v = tl.where(magnitude > 0x7F800000, 0x7FC00000, v)
+        else:
+            v = tl.minimum(v, MAX)
+        return (v | (bits & -0x80000000)).to(tl.float32, bitcast=True), over
 
 
 @triton.jit

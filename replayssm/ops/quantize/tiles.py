@@ -1,7 +1,7 @@
 """Tiles of a stored state: load, multiply, store, for every storage.
 
-Owns the order amax, scale, round, pack, and which scale is applied when. Knows no recurrence: a tile
-is R rows of a slot's [heads * ROWS, COLS] matrix, so it may span heads.
+Owns the order amax, scale, round, pack, and which scale is applied when. Knows no recurrence: a
+tile is R rows of a slot's [heads * ROWS, COLS] matrix, so it may span heads.
 
 Arguments that all functions share:
 

@@ -1,0 +1,106 @@
+"""What the kernels of every recurrence share: cursors on the device, exact products, commits.
+
+Owns how rows find their slots and who moves a cursor. Knows no recurrence and no format.
+
+Cursors live on the device and are moved by kernels, so that a step needs no host synchronisation
+and a captured graph replays any schedule. Several programs work on a row; the last of them to
+finish moves its cursor (`arrive`), because the others must have read it by then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Cursors(NamedTuple):
+    """Where S slots stand, and which of them this launch works on.
+
+    All on the device; a slot may occur in `slots` once. A kernel takes the whole tuple.
+    """
+
+    slots: Tensor  # [B] int32 or int64: slot of each row; negative: a padding row, left alone
+    pos: Tensor  # [S] int64: committed records
+    flushes: Tensor  # [S] int64: state writes so far, the flush index of the next one
+    sequence: Tensor  # [S] int64, in [0, 2^32)
+    seed: Tensor  # [S] int64, in [0, 2^32)
+    saturated: Tensor  # [S] int64: elements saturated on writing, summed over writes and copies
+    not_finite: Tensor  # [S] int64: elements written that were Inf or NaN, counted once a write
+    arrivals: Tensor  # [S] int32: zero between launches
+
+
+def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
+    """Cursors of empty rings for `slots`; `sequence` and `seed` are [S] int64, by reference."""
+    zero = torch.zeros_like(seed)
+    return Cursors(
+        slots=slots,
+        pos=zero,
+        flushes=zero.clone(),
+        sequence=sequence,
+        seed=seed,
+        saturated=zero.clone(),
+        not_finite=zero.clone(),
+        arrivals=zero.to(torch.int32),
+    )
+
+
+def commit(cursors: Cursors, accepted: Tensor) -> None:
+    """Advances the cursor of each row by `accepted` [B] (int32 or int64), in place."""
+    rows = cursors.slots.shape[0]
+    _commit_kernel[(triton.cdiv(rows, 128),)](cursors, accepted, rows, BLOCK=128)
+
+
+@triton.jit
+def _commit_kernel(cursors, accepted, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(cursors.slots + row, mask=row < rows, other=-1).to(tl.int64)
+    pos = tl.load(cursors.pos + slot, mask=slot >= 0, other=0)
+    pos += tl.load(accepted + row, mask=slot >= 0, other=0)
+    tl.store(cursors.pos + slot, pos, mask=slot >= 0)
+
+
+@triton.jit
+def arrive(cursors, slot, programs):
+    """Whether this is the last of the `programs` programs of a row to get here."""
+    tl.debug_barrier()  # every thread of this program has read the cursor
+    last = tl.atomic_add(cursors.arrivals + slot, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(cursors.arrivals + slot, 0)
+    return last
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return triton.knobs.runtime.interpret
+
+
+def product_precision(exact_in_bf16: bool) -> str:
+    """How `exact_dot` multiplies here; `exact_in_bf16`: its second operand holds BF16 values."""
+    if interpreted():
+        return "ieee"
+    return "bf16_terms" if exact_in_bf16 else "tf32x3"
+
+
+@triton.jit
+def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
+
+    "ieee" multiplies in FP32; "tf32x3" on tensor cores with each operand as a sum of two TF32
+    terms, 2^-22 relative per product; "bf16_terms" with a as a sum of three BF16 terms, which is
+    all of it, and b in BF16, which must be exact: products are then exact.
+    """
+    if PRECISION == "bf16_terms":
+        high = a.to(tl.bfloat16)
+        a -= high.to(tl.float32)
+        middle = a.to(tl.bfloat16)
+        low = (a - middle.to(tl.float32)).to(tl.bfloat16)
+        b = b.to(tl.bfloat16)
+        accumulator = tl.dot(low, b, accumulator)
+        accumulator = tl.dot(middle, b, accumulator)
+        return tl.dot(high, b, accumulator)
+    else:
+        return tl.dot(a, b, accumulator, input_precision=PRECISION)
