@@ -1,9 +1,11 @@
 """One token per row, T = 1: the state is read once, one record appended; a full ring may be folded.
 
 Owns the decode kernel and its launchers. The state tile meets k and q in one pass, on CUDA cores:
-two products per element keep up with memory and round no operand. Where one copy serves as
-checkpoint and as what outputs read, `decode_and_flush` folds a ring that this token fills while the
-tile is still in cache, so that a flush costs one more write and no read.
+two products per element keep up with memory and round no operand. `decode` writes no state. `step`
+also commits the token and flushes the rows whose ring it fills; where one copy serves both jobs
+that happens in the same launch, while the tile is in cache: a flush then costs a write, no read.
+
+Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 
 Legend: triton_tiles.py.
 """
@@ -19,17 +21,15 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
-from replayssm.ops.gated_delta.triton_flush import commit
+from replayssm.ops.gated_delta.triton_flush import flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
-    Slots,
-    keeps_fusion,
-    power_of_two,
+    default_launch,
     precision,
     ring_argument,
     sizes,
     token_argument,
-    whole_matrices,
+    writes,
 )
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
@@ -41,19 +41,17 @@ from replayssm.ops.gated_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile, matvec
-from replayssm.policy import CHECKPOINT_STREAM, PrecisionPolicy
+from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.policy import PrecisionPolicy
 
-_CHECKPOINT_STREAM = tl.constexpr(CHECKPOINT_STREAM)
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    state,  # Stored: what outputs read
-    ring,  # Ring
-    tokens,  # Tokens
-    slots,  # Slots
-    rows,  # [B]
     out,  # [B, HV, V] FP32
+    tokens,  # Tokens
+    ring,  # Ring
+    cursors,  # Cursors
+    read,  # Stored
     layer,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -61,7 +59,9 @@ def decode_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
-    FOLD: tl.constexpr,  # precision of u times k in a fold; None: no row is folded
+    COMMIT: tl.constexpr,  # whether the token is committed
+    FOLD: tl.constexpr,  # and a ring that it fills folded into what was read
+    FULL: tl.constexpr,  # precision of u times k
     HEADS: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
@@ -69,7 +69,7 @@ def decode_kernel(
 ):
     """Grid (tiles of V, HV / HEADS, B). HEADS value heads share k, q and past keys."""
     tile, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(rows + row).to(tl.int64)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
     value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
     in_v, in_k = value < V, column < K
     out += (row * HV + group * HEADS) * V + value
@@ -78,9 +78,9 @@ def decode_kernel(
             tl.store(out + i * V, tl.zeros([BV], tl.float32), mask=in_v)
         return
 
-    count = tl.load(slots.pos + slot).to(tl.int32)
+    count = tl.load(cursors.pos + slot).to(tl.int32)
     past = record < count
-    fits = count < L  # a full ring is the caller's mistake; it must not reach the next slot's
+    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
     key_head = group * HEADS // (HV // HK)
     keys = ring.k + (slot * HK + key_head) * L * K
     k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
@@ -97,7 +97,7 @@ def decode_kernel(
         head = group * HEADS + i
         in_rows = None if V % BV == 0 else in_v
         state_row = head * V + value
-        state_k, state_q = matvec(state, slot, state_row, in_rows, k, q, V, K, BK, READ)
+        state_k, state_q = matvec(read, slot, state_row, in_rows, k, q, V, K, BK, READ)
 
         first = (slot * HV + head) * L  # this head's oldest record
         g = tl.load(tokens.g + row * tokens.g_row + head)
@@ -112,7 +112,8 @@ def decode_kernel(
         v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
         v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
         u = beta * (v - predicted)  # [BV]
-        tl.store(out + i * V, answer + u * k_q, mask=in_v)
+        answer = tl.where(fits, answer + u * k_q, float("nan"))
+        tl.store(out + i * V, answer, mask=in_v)
 
         here = first + count
         tl.store(ring.u + here * V + value, u, mask=in_v & fits)
@@ -123,41 +124,44 @@ def decode_kernel(
             if ring.beta is not None:
                 tl.store(ring.beta + here, beta, mask=fits)
 
-        if FOLD is not None:
+        if FOLD:
             if count == L - 1:
                 # Slots past the last record, where BL > L, stay zero and add no decay.
-                s = load_tile(state, slot, state_row, in_rows, V, K, BK, READ)
+                s = load_tile(read, slot, state_row, in_rows, V, K, BK, READ)
                 u_all = tl.where((record == count)[:, None], u[None, :], u_past)
                 k_all = tl.where((record == count)[:, None], k[None, :], k_past)
                 log_decay = tl.where(record < count, log_decay, now)
-                s = fold_records(s, tl.trans(u_all), k_all, log_decay, FOLD, BL)
+                s = fold_records(s, tl.trans(u_all), k_all, log_decay, FULL, BL)
                 write_state(
-                    s, _CHECKPOINT_STREAM, state, slots, layer, slot, state_row, in_rows,
-                    V, K, BV, BK, READ,
+                    s, read, None, cursors, layer, slot, state_row, in_rows,
+                    V, K, BV, BK, READ, None,
                 )  # fmt: skip
+    if COMMIT:
+        if arrive(cursors, slot, tl.num_programs(0) * tl.num_programs(1)):
+            full = count == L - 1 if FOLD else False
+            flushes = tl.load(cursors.flushes + slot)
+            tl.store(cursors.flushes + slot, flushes + full)
+            tl.store(cursors.pos + slot, tl.where(full, 0, count + 1).to(tl.int64))
 
 
 def decode(
-    state: Quantized,
-    policy: PrecisionPolicy,
+    read: Quantized,
     ring: Mapping[str, Tensor],
-    slots: Slots,
-    rows: Tensor,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
     inputs: GatedDeltaInputs,
     *,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Outputs of one token per row; appends its record, commits nothing, writes no state.
+    """Outputs of one token per row; its record enters the ring at the cursor, which stays.
 
     Args:
-        state: what outputs read, of S slots.
-        policy: its `read_storage` is the storage of `state`.
-        ring: records of S slots, contiguous, as `reference.ring_layout`; slot `pos` of each row is
-            written, in place.
-        slots: cursors of S slots, each below L.
-        rows: [B] int64, the slot of each row, distinct; negative for a padding row.
+        read: what outputs read, [S, HV, V, K]; not written.
+        ring: of S slots, contiguous, as `reference.ring_layout`; slot `pos` of each row is written.
+        policy: its `read_storage` is the storage of `read`.
+        cursors: rows; pos < L, or the row's outputs are NaN and its record is dropped.
         inputs: of B rows and one token.
-        launch: default by storage.
+        launch: see `Launch`; by default from the table of `triton_launch`.
 
     Returns:
         Outputs [B, 1, HV, V] FP32, zero in padding rows.
@@ -165,68 +169,63 @@ def decode(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    return _decode(state, policy, ring, slots, rows, inputs, None, 0, launch)
+    return _launch(read, ring, policy, cursors, inputs, 0, "decode", launch)
 
 
-def decode_and_flush(
+def step(
     checkpoint: Quantized,
-    policy: PrecisionPolicy,
+    read_copy: Quantized | None,
     ring: Mapping[str, Tensor],
-    slots: Slots,
-    rows: Tensor,
-    accepted: Tensor,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
     inputs: GatedDeltaInputs,
     *,
     layer: int,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`decode`, then `flush` with room for one token, in one pass; for policies with one copy.
+    """`decode`, then commit the token, then flush the rows whose ring it filled.
 
-    Args:
-        checkpoint: of S slots, also what outputs read; written where a ring fills.
-        accepted: [B] int64 ones, for the cursor kernel.
-        layer: part of the key of random bits.
+    In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
+    read copy. Other arguments, result and errors as in `decode` and `flush`.
     """
-    if policy.read_copy is not None:
-        raise ValueError(f"policy {policy.label} reads a copy: use decode, then flush")
-    fold = precision(torch.float32, ring["k"].dtype)
-    out = _decode(checkpoint, policy, ring, slots, rows, inputs, fold, layer, launch)
-    commit(slots, rows, accepted, room=1, ring_len=ring["g"].shape[-1])
+    writes(policy, checkpoint, read_copy)
+    if read_copy is None:
+        return _launch(checkpoint, ring, policy, cursors, inputs, layer, "step", launch)
+    out = _launch(read_copy, ring, policy, cursors, inputs, layer, "commit", launch)
+    flush(checkpoint, read_copy, ring, policy, cursors, layer=layer)
     return out
 
 
-def _decode(
-    state: Quantized,
-    policy: PrecisionPolicy,
+def _launch(
+    read: Quantized,
     ring: Mapping[str, Tensor],
-    slots: Slots,
-    rows: Tensor,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
     inputs: GatedDeltaInputs,
-    fold: str | None,
     layer: int,
+    kernel: str,
     launch: Launch | None,
 ) -> Tensor:
-    storage, ring = policy.read_storage, ring_argument(ring)
+    ring = ring_argument(ring)
     constants = sizes(ring, policy)
-    batch, v_heads, v_dim = len(rows), constants["HV"], constants["V"]
-    whole = fold is not None and whole_matrices(storage)
-    launch = launch or Launch(block_v=power_of_two(v_dim) if whole else 64)
-    out = torch.empty((batch, 1, v_heads, v_dim), dtype=torch.float32, device=rows.device)
-    decode_kernel[(triton.cdiv(v_dim, launch.block_v), v_heads // launch.heads, batch)](
-        stored(state),
-        ring,
-        token_argument(inputs),
-        slots,
-        rows,
+    fold, storage = kernel == "step", policy.read_storage
+    launch = launch or default_launch("step" if fold else "decode", policy, constants)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    groups = constants["HV"] // launch.heads
+    decode_kernel[(launch.tiles(constants), groups, len(cursors.slots))](
         out,
+        token_argument(inputs),
+        ring,
+        cursors,
+        stored(read),
         layer,
         **constants,
         READ=storage,
+        COMMIT=kernel != "decode",
         FOLD=fold,
+        FULL=precision(ring.u.dtype, ring.k.dtype),
         HEADS=launch.heads,
+        **launch.options(storage if fold else None),
         BV=launch.block_v,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        enable_fp_fusion=fold is None or keeps_fusion(storage),
     )
     return out

@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from replayssm.formats.block import BlockFormat
+from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
+from replayssm.ops.triton_common import interpreted, product_precision
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,27 +57,12 @@ class Tokens(NamedTuple):
     beta_token: int
 
 
-class Slots(NamedTuple):
-    """What is known of each of S slots, int64 [S] on the device; see `cache.ReplayCache`.
-
-    `not_finite` counts state elements that were Inf or NaN when written: a kernel cannot raise, so
-    whoever launches flushes looks at it when it synchronises anyway.
-    """
-
-    pos: Tensor
-    flushes: Tensor
-    sequence: Tensor
-    seed: Tensor
-    saturated: Tensor
-    not_finite: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Meta-parameters of one launch; they change speed, not where anything rounds.
+    """Meta-parameters of a launch: they change speed, never what is rounded.
 
     Attributes:
-        block_v: value rows of a state tile, a power of two.
+        block_v: value rows of a state tile, a power of two >= 16.
         heads: value heads per program, a divisor of HV/HK (decode only).
         num_warps, num_stages: Triton's.
     """
@@ -84,6 +71,49 @@ class Launch:
     heads: int = 1
     num_warps: int = 4
     num_stages: int = 2
+
+    def tiles(self, constants: Mapping[str, int]) -> int:
+        """Tiles of one head's state."""
+        return triton.cdiv(constants["V"], self.block_v)
+
+    def options(self, *written: Storage | None) -> dict[str, int | bool]:
+        """Compiler options for a kernel that writes these storages.
+
+        Fused multiply-adds would change the bits of block scales, see `ops/quantize`.
+        """
+        blocks = any(s is not None and isinstance(s.format, BlockFormat) for s in written)
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": not blocks,
+        }
+
+
+# Value rows of a tile by kernel and bits of an element of what is read.
+_TABLE = {
+    "decode": {32: 64, 16: 64, 8: 64, 4: 128},
+    "step": {32: 64, 16: 64, 8: 64, 4: 128},
+    "flush": {32: 64, 16: 64, 8: 64, 4: 64},
+    "window": {32: 64, 16: 64, 8: 64, 4: 64},
+}
+
+
+def default_launch(kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int]) -> Launch:
+    """Launch parameters of a kernel for a policy and a geometry."""
+    fmt = policy.read_storage.format
+    bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+    whole = power_of_two(constants["V"])
+    block_v = min(_TABLE[kernel][bits], whole)
+    if kernel in ("step", "flush") and _scales_heads(policy):
+        block_v = whole
+    tile = block_v * constants["BK"]
+    return Launch(block_v=block_v, num_warps=8 if kernel != "decode" and tile > 1 << 13 else 4)
+
+
+def _scales_heads(policy: PrecisionPolicy) -> bool:
+    """Whether a written copy has a scale per head, for which a program must hold a whole head."""
+    formats = (policy.checkpoint.format, policy.read_storage.format)
+    return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
 
 
 def ring_argument(ring: Mapping[str, Tensor]) -> Ring:
@@ -136,14 +166,26 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
     }
 
 
-def whole_matrices(*written: Storage) -> bool:
-    """Whether a program must hold a head's whole state: a scale per head needs all of its amax."""
-    return any(isinstance(s.format, BlockFormat) and s.format.tensor_scale for s in written)
+def writes(
+    policy: PrecisionPolicy, checkpoint: Quantized, read_copy: Quantized | None
+) -> dict[str, Storage | None]:
+    """The storages a flush writes, as kernel constants.
 
-
-def keeps_fusion(*written: Storage) -> bool:
-    """Whether a kernel that writes these may contract products and sums: see `ops/quantize`."""
-    return not any(isinstance(s.format, BlockFormat) for s in written)
+    Raises:
+        ValueError: a copy is not what the policy says.
+    """
+    for name, copy, storage in (
+        ("checkpoint", checkpoint, policy.checkpoint),
+        ("read_copy", read_copy, policy.read_copy),
+    ):
+        got = None if copy is None else copy.format
+        expected = None if storage is None else storage.format
+        if got != expected:
+            raise ValueError(
+                f"{name} is {got.name if got else None}, policy {policy.label} says "
+                f"{expected.name if expected else None}"
+            )
+    return {"CHECKPOINT": policy.checkpoint, "READ_COPY": policy.read_copy}
 
 
 def power_of_two(size: int, least: int = 16) -> int:
@@ -151,21 +193,20 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(size))
 
 
-def precision(*dtypes: torch.dtype) -> str:
-    """How a product of FP32 tiles is taken so that it keeps FP32 accuracy.
+def precision(a: torch.dtype, b: torch.dtype) -> str:
+    """How `triton_tiles.dot` takes a product of FP32 tiles so that it keeps FP32 accuracy.
 
     Args:
-        dtypes: for each operand a dtype that holds its values exactly.
+        a, b: for each operand a dtype that holds its values exactly.
 
     Returns:
-        "bf16" or "tf32" where one tensor-core term is exact for such operands, "tf32x3" (three
-        terms, 2^-22 relative per product) where it is not, "ieee" in the interpreter.
+        "bf16" or "tf32" where one tensor-core term is exact, else what `exact_dot` does.
     """
-    if triton.knobs.runtime.interpret:
+    if interpreted():
         return "ieee"
-    if all(dtype == torch.bfloat16 for dtype in dtypes):
-        return "bf16"
-    return "tf32x3" if torch.float32 in dtypes else "tf32"
+    if torch.float32 not in (a, b):
+        return "bf16" if (a, b) == (torch.bfloat16, torch.bfloat16) else "tf32"
+    return product_precision(b == torch.bfloat16)
 
 
 def unscaled_dtype(storage: Storage) -> torch.dtype:

@@ -17,9 +17,12 @@ from replayssm.formats.number import BF16, FP16
 from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.ops.quantize.rounding import round_to_format
 from replayssm.ops.quantize.tiles import store_tile
+from replayssm.ops.triton_common import exact_dot
+from replayssm.policy import READ_COPY_STREAM
 
 _BF16, _FP16 = tl.constexpr(BF16), tl.constexpr(FP16)
 _NEAREST_EVEN = tl.constexpr(NEAREST_EVEN)
+_READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
 
 
 @triton.jit
@@ -71,7 +74,8 @@ def dot(a, b, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
-        return tl.dot(a, b, input_precision=PRECISION)
+        zero = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+        return exact_dot(a, b, zero, PRECISION)
 
 
 @triton.jit
@@ -98,15 +102,16 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     G_j [BL] is G.
     """
     total = last(log_decay, BL)
-    return dot(u * decay(total, log_decay)[None, :], k, PRECISION) + s * decay(total, 0.0)
+    weighted = u * decay(total, log_decay)[None, :]
+    return exact_dot(weighted, k, s * decay(total, 0.0), PRECISION)
 
 
 @triton.jit
 def write_state(
     s,
-    stream,
-    state,
-    slots,
+    checkpoint,
+    read_copy,
+    cursors,
     layer,
     slot,
     row,
@@ -115,13 +120,20 @@ def write_state(
     K: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    STORAGE: tl.constexpr,
+    CHECKPOINT: tl.constexpr,
+    READ_COPY: tl.constexpr,
 ):
-    """Round one tile [BV, BK] into its place and count what did not fit."""
-    flush, sequence = tl.load(slots.flushes + slot), tl.load(slots.sequence + slot)
-    key = (tl.load(slots.seed + slot), layer + (stream << 24), flush, sequence)
-    over, not_finite = store_tile(s, key, state, slot, row, in_rows, V, BV, K, BK, STORAGE)
+    """Round the FP32 tile s [BV, BK] once into the checkpoint and once into the read copy (READ_COPY
+    None: there is none), both from the same values; count what saturated and was not finite."""
+    seed, sequence = tl.load(cursors.seed + slot), tl.load(cursors.sequence + slot)
+    flush = tl.load(cursors.flushes + slot)
+    key = (seed, layer, flush, sequence)
+    over, not_finite = store_tile(s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT)
+    if READ_COPY is not None:
+        key = (seed, layer + _READ_COPY_KEY, flush, sequence)
+        over_copy, _ = store_tile(s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY)
+        over += over_copy
     if over > 0:
-        tl.atomic_add(slots.saturated + slot, over.to(tl.int64))
+        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
     if not_finite > 0:
-        tl.atomic_add(slots.not_finite + slot, not_finite.to(tl.int64))
+        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))

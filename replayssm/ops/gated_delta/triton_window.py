@@ -20,7 +20,7 @@ from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
-    Slots,
+    default_launch,
     power_of_two,
     precision,
     ring_argument,
@@ -39,17 +39,17 @@ from replayssm.ops.gated_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
+from replayssm.ops.triton_common import Cursors
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
 def window_kernel(
-    state,  # Stored: what outputs read
-    ring,  # Ring
-    tokens,  # Tokens
-    slots,  # Slots
-    rows,  # [B]
     out,  # [B, T, HV, V] FP32
+    tokens,  # Tokens
+    ring,  # Ring
+    cursors,  # Cursors
+    read,  # Stored
     T: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -67,7 +67,7 @@ def window_kernel(
 ):
     """Grid (tiles of V, HV, B)."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(rows + row).to(tl.int64)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
     value, column = tile * BV + tl.arange(0, BV), tl.arange(0, BK)
     token, record = tl.arange(0, BT), tl.arange(0, BL)
     in_v, in_k, new = value < V, column < K, token < T
@@ -77,7 +77,7 @@ def window_kernel(
         tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
         return
 
-    count = tl.load(slots.pos + slot).to(tl.int32)
+    count = tl.load(cursors.pos + slot).to(tl.int32)
     past = record < count
     key_head = head // (HV // HK)
     keys = ring.k + (slot * HK + key_head) * L * K
@@ -98,8 +98,8 @@ def window_kernel(
 
     # What the state and the records before the window contribute, [BV, BT].
     in_rows = None if V % BV == 0 else in_v
-    s = load_unscaled(state, slot, head * V + value, in_rows, K, BK, READ)  # [BV, BK]
-    factor = row_factor(state, slot, head * V + value, in_rows, V, READ)
+    s = load_unscaled(read, slot, head * V + value, in_rows, K, BK, READ)  # [BV, BK]
+    factor = row_factor(read, slot, head * V + value, in_rows, V, READ)
     from_state = factor[:, None] * decay(now, 0.0)[None, :]
     predicted = from_state * dot(s, k_t, STATE_KEYS)
     answer = from_state * dot(s, q_t, STATE_KEYS)
@@ -120,10 +120,12 @@ def window_kernel(
     u = substitute(beta[None, :] * (v - predicted), system * beta[None, :], T, BT)  # [BV, BT]
     upto = token[:, None] <= token[None, :]
     own = tl.where(upto, between * dot(k, q_t, KEYS), 0.0)
-    tl.store(out, answer + dot(u, own, FULL), mask=written)
+    answer += dot(u, own, FULL)
+    # A ring without room is a caller's mistake; no number may come of it.
+    tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
 
     here = count + token
-    fits = new & (here < L)  # a window past the end is the caller's mistake; see decode_kernel
+    fits = new & (here < L)
     if (tile == 0) & (head % (HV // HK) == 0):
         target = keys + here[:, None] * K + column[None, :]
         tl.store(target, k.to(ring.k.dtype.element_ty), mask=fits[:, None] & in_k[None, :])
@@ -139,19 +141,18 @@ def window_kernel(
 
 
 def window(
-    state: Quantized,
-    policy: PrecisionPolicy,
+    read: Quantized,
     ring: Mapping[str, Tensor],
-    slots: Slots,
-    rows: Tensor,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
     inputs: GatedDeltaInputs,
     *,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Outputs of T tokens per row; appends their records, commits nothing.
+    """Outputs of T tokens on top of `read` and the committed records.
 
-    Arguments and errors as for `decode`, with T up to 32 and pos + T <= L in every row.
-    Returns [B, T, HV, V] FP32.
+    In place: slots pos .. pos+T-1 of each row's ring, nothing else. Rows with pos + T > L get NaN.
+    Arguments, result [B, T, HV, V] FP32 and errors as in `decode`; T at most 32.
     """
     ring, tokens = ring_argument(ring), token_argument(inputs)
     constants = sizes(ring, policy)
@@ -160,26 +161,23 @@ def window(
         raise ValueError(
             f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
         )
-    launch = launch or Launch(block_v=64)
-    v_heads, v_dim = constants["HV"], constants["V"]
-    out = torch.empty((batch, count, v_heads, v_dim), dtype=torch.float32, device=rows.device)
-    readers = (ring.k.dtype, tokens.q.dtype)
-    window_kernel[(triton.cdiv(v_dim, launch.block_v), v_heads, batch)](
-        stored(state),
-        ring,
-        tokens,
-        slots,
-        rows,
+    launch = launch or default_launch("window", policy, constants)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    keys, readers = ring.k.dtype, torch.promote_types(ring.k.dtype, tokens.q.dtype)
+    window_kernel[(launch.tiles(constants), constants["HV"], batch)](
         out,
+        tokens,
+        ring,
+        cursors,
+        stored(read),
         T=count,
         **constants,
         READ=policy.read_storage,
-        STATE_KEYS=precision(unscaled_dtype(policy.read_storage), *readers),
-        KEYS=precision(*readers),
-        FULL=precision(torch.float32),
+        STATE_KEYS=precision(unscaled_dtype(policy.read_storage), readers),
+        KEYS=precision(keys, readers),
+        FULL=precision(torch.float32, torch.float32),
+        **launch.options(),
         BV=launch.block_v,
         BT=power_of_two(count),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
     )
     return out
