@@ -8,8 +8,10 @@ import numpy as np
 
 from replayssm.study.records import Positions
 
-# A fault that moves KL by less than this factor over the noise floor counts as undetected.
-FAULT_DETECTION_FACTOR = 100.0
+# A fault that moves KL by less than this factor over the noise floor counts as undetected. A dead
+# hook gives a factor of 0 or 1; a live one gives 1e6 or more with FP32 activations, but only 10 or
+# so with bfloat16 ones, whose own rounding is the noise there.
+FAULT_DETECTION_FACTOR = 3.0
 
 
 def check_controls(positions: Positions, arms: list[dict]) -> dict:

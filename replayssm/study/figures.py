@@ -8,6 +8,7 @@ data again gives the same bytes (fixed hash salt, fonts and metadata, no dates).
 """
 
 import io
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -84,7 +85,7 @@ def _figure(
         figure.supxlabel(
             f"{record.model}, {record.summary['prompts']} prompts × "
             f"{record.summary['tokens']:,} tokens, "
-            f"experiment {record.experiment}, run {record.run_id}\n{note}",
+            f"experiment {record.experiment}, run {record.run_id}\n" + textwrap.fill(note, 125),
             fontsize=7,
             color="#444444",
             x=0.01,

@@ -28,8 +28,11 @@ def status_table(where: Path) -> str:
     for folder in find_runs(where):
         identity = read_json(folder.spec_path)["identity"]
         status = folder.status()
+        state = status["status"]
+        if state == "started":
+            state = "running" if folder.in_use() else "interrupted"
         total = identity["prompts"] * identity["tokens"]
-        if status["status"] == "complete":
+        if state == "complete":
             done = total
         else:
             stretches = [folder.finished(prompt) for prompt in range(identity["prompts"])]
@@ -39,7 +42,7 @@ def status_table(where: Path) -> str:
                 identity["experiment"],
                 folder.path.name,
                 identity["model"],
-                status["status"],
+                state,
                 f"{100 * done / total:.0f} % of {identity['prompts']} x {identity['tokens']:,}",
                 status.get("error", ""),
             ]

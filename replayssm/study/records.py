@@ -54,8 +54,10 @@ def records_table(columns: Mapping[str, np.ndarray], arms: list[str]) -> pa.Tabl
             indices = pa.array(values.astype(np.int32), pa.int32())
             arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
         else:
-            mask = np.isnan(values) if field.name in _FLOATS else None
-            arrays.append(pa.array(values, field.type, mask=mask))
+            array = pa.array(values).cast(field.type)
+            if field.name in _FLOATS:
+                array = pc.if_else(pc.is_nan(array), pa.scalar(None, field.type), array)
+            arrays.append(array)
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 

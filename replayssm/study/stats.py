@@ -136,9 +136,9 @@ def growth_slopes(positions: Positions, windows: list, bootstrap: Bootstrap) -> 
 
 def _growth(low: float, high: float) -> str:
     if low > 0.1:
-        return "grows with position"
+        return "grows"
     if high < -0.1:
-        return "falls with position"
+        return "falls"
     return "flat" if high < 0.3 and low > -0.3 else "undecided"
 
 

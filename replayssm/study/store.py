@@ -141,6 +141,14 @@ class RunFolder:
         assert status in ("started", "complete", "failed"), status
         write_json(self.path / "status.json", {"status": status, **details})
 
+    def in_use(self) -> bool:
+        """Whether some process is running this run right now."""
+        try:
+            with self.lock():
+                return False
+        except ValueError:
+            return True
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder against a second process; released by the system even after kill -9."""

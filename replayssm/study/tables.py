@@ -12,13 +12,13 @@ from replayssm.study.store import RunRecord
 
 COLUMNS = (
     "policy",
-    "bytes / state element",
-    "state kB / token",
+    "B/element",
+    "kB/token",
     "KL mean",
-    "KL mean, last quarter",
-    "interval",
+    "KL mean, last 1/4",
+    "95 % interval",
     "KL p99",
-    "top-1 agreement mean",
+    "top-1 mean",
     "x floor",
     "growth",
     "verdict",
@@ -176,6 +176,12 @@ def _footer(record: RunRecord) -> list[str]:
         "- KL(FP32 reference || policy) in nats, lower is better; "
         f"{100 * about['confidence']:.0f} % intervals {about['label']} "
         f"({about['kind'].replace('_', ' ')}, {about['samples']} samples)."
+    )
+    lines.append(
+        "- B/element: bytes kept per state element; kB/token: state and ring bytes moved per "
+        "token of one sequence, all layers; top-1 mean: share of positions of the last quarter "
+        "with FP32's best token; x floor: KL mean, last 1/4, over that of the noise floor; "
+        "growth: of KL along the text."
     )
     lines.append(
         f"- safe: last quarter has mean KL <= {limits['kl_mean']:g} and top-1 agreement >= "
