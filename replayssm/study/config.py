@@ -124,10 +124,10 @@ def find_experiment(name: str) -> Path:
     if path.is_file():
         return path
     package = Path(replayssm.__file__).parent
-    folders = [package.parent / "experiments", package / "_packaged" / "experiments"]
-    known = {
-        file.stem: file for folder in reversed(folders) for file in sorted(folder.glob("*.yaml"))
-    }
+    folders = [package / "_packaged" / "experiments"]
+    if (package.parent / "pyproject.toml").exists():  # a clone: its own files come first
+        folders.append(package.parent / "experiments")
+    known = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
     if name.removesuffix(".yaml") in known:
         return known[name.removesuffix(".yaml")]
     raise ValueError(
