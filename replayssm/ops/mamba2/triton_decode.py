@@ -1,0 +1,215 @@
+"""One token per row: read the state once, append one record, and fold rings that it fills.
+
+Owns the decode kernel and its two launchers. `decode` writes no state. `step` also commits the
+token and flushes the rows whose ring it fills, in the same launch: rows decide by their own
+cursors, and a policy with one copy reads the state once for both jobs.
+
+Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
+Legend: triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.formats.quantized import Quantized
+from replayssm.ops.mamba2 import triton_launch
+from replayssm.ops.mamba2.reference import Mamba2Inputs
+from replayssm.ops.mamba2.triton_launch import Launch
+from replayssm.ops.mamba2.triton_tiles import (
+    FP32_RECORDS,
+    decay,
+    fold,
+    last,
+    load_records,
+    over_rows,
+    tile_heads,
+    tile_rows,
+    write_state,
+)
+from replayssm.ops.quantize.layout import reads_words, stored
+from replayssm.ops.quantize.tiles import load_tile, matvec
+from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.policy import PrecisionPolicy
+
+
+@triton.jit(do_not_specialize=["layer"])
+def decode_kernel(
+    out,                                # [B, H, P] float32
+    tokens, A, ring, cursors,           # Tokens, [H], Ring, Cursors
+    read, checkpoint, layer,            # Stored; Stored or None: no flush, no commit
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr,
+    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,  # Storage or None
+    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of a row, B)."""
+    row = tl.program_id(1)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    group, first_p, head = tile_heads(tl.program_id(0), H, P, G, HEADS, BP)
+    R: tl.constexpr = HEADS * BP
+    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
+    head_of, p, state_row = tile_rows(first_p, head, P, BP)
+    in_tile = (head_of < H) & (p < P)
+    in_rows = None if EXACT else in_tile
+    n = tl.arange(0, WIDTH)
+
+    # What the group shares.
+    C = tl.load(tokens.C + row * tokens.C_row + group * N + n, mask=n < N, other=0).to(tl.float32)
+    is_first = (head_of == group * (H // G)) & (p == 0)
+    is_first = tl.max(is_first.to(tl.int32), 0) == 1
+    B = load_records(
+        ring.B + slot * ring.B_slot + group * L * N, n, N,
+        tokens.B + row * tokens.B_row + group * N, n, 0,
+        n < N, pos, is_first, 1, L, BL, RING,
+    )  # fmt: skip
+    bc = tl.sum(B * C[None, :], 1)  # [BL]
+
+    # Decays and records of the heads.
+    in_heads = head < H
+    dt = load_records(
+        ring.dt + slot * ring.dt_slot, head * L, 1, tokens.dt + row * tokens.dt_row, head, 0,
+        in_heads, pos, first_p == 0, 1, L, BL, FP32_RECORDS,
+    )  # fmt: skip
+    rate = tl.load(A + head, mask=in_heads, other=0.0)
+    log_decay = tl.cumsum(rate[None, :] * dt, 0)  # [BL, HEADS]
+    x_ring, x_new = ring.x + slot * ring.x_slot, tokens.x + row * tokens.x_row
+    x = load_records(
+        x_ring, head_of * L * P + p, P, x_new, state_row, 0,
+        in_tile, pos, True, 1, L, BL, RING,
+    )  # fmt: skip
+
+    # One pass over the state: as a tile that a flush can reuse, or eight codes at a time.
+    ONE_COPY: tl.constexpr = CHECKPOINT is not None and READ_COPY is None
+    REUSE: tl.constexpr = ONE_COPY and not reads_words(READ, N)
+    if REUSE:
+        state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+        y = tl.sum(state * C[None, :], 1)
+    else:
+        y, _ = matvec(read, slot, state_row, in_rows, C, None, P, N, WIDTH, READ)
+    total = last(log_decay)
+    y *= tl.reshape(over_rows(decay(total, 0.0), BP), [R])
+    weights = dt * decay(total, log_decay) * bc[:, None]
+    y += tl.sum(x * over_rows(weights, BP), 0)
+    if tokens.D is not None:
+        skip = tl.load(tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0)
+        y += skip.to(tl.float32) * tl.load(x_new + state_row, mask=in_tile, other=0).to(tl.float32)
+    # A ring without room is a caller's mistake; no number may come of it.
+    y = tl.where(pos < L, y, float("nan"))
+    tl.store(out + row * (H * P) + state_row, y, mask=in_tile)
+
+    if CHECKPOINT is not None:
+        full = pos + 1 == L
+        if full:
+            if not REUSE:
+                state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+            state = fold(state, x, B, dt, log_decay, BP, PRECISION)
+            write_state(
+                state, checkpoint, read, cursors, layer, slot, state_row, in_rows,
+                P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+            )  # fmt: skip
+        if arrive(cursors, slot, tl.num_programs(0)):
+            flushes = tl.load(cursors.flushes + slot)
+            tl.store(cursors.flushes + slot, flushes + full.to(flushes.dtype))
+            tl.store(cursors.pos + slot, tl.where(full, 0, pos + 1).to(tl.int64))
+
+
+def decode(
+    read: Quantized,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    *,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Outputs of one token per row; its record enters the ring at the cursor, which stays.
+
+    Args:
+        read: what outputs read, [S, H, P, N]; not written.
+        ring: x [S, H, L, P], B [S, G, L, N], dt [S, H, L]; slot `pos` of each row is written.
+        policy: gives the ring's storage and the operands of products (fp32 only).
+        cursors: rows; pos < L, or the row's outputs are NaN and its record is dropped.
+        inputs: of B rows and one token.
+        launch: see `Launch`; by default from the table of `triton_launch`.
+
+    Returns:
+        Outputs [B, 1, H, P] float32; padding rows are not written.
+
+    Raises:
+        ValueError: something has no kernel, or shapes disagree.
+    """
+    return _launch(read, None, None, ring, policy, cursors, inputs, 0, "decode", launch)
+
+
+def step(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    *,
+    layer: int,
+    launch: Launch | None = None,
+) -> Tensor:
+    """`decode`, then commit the token, then flush the rows whose ring it filled; one launch.
+
+    In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
+    read copy. Other arguments, result and errors as in `decode` and `flush`.
+    """
+    read = checkpoint if read_copy is None else read_copy
+    return _launch(
+        read, checkpoint, read_copy, ring, policy, cursors, inputs, layer, "step", launch
+    )
+
+
+def _launch(
+    read: Quantized,
+    checkpoint: Quantized | None,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    layer: int,
+    kernel: str,
+    launch: Launch | None,
+) -> Tensor:
+    sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
+    launch = launch or triton_launch.default_launch(kernel, policy, sizes)
+    writes = {"CHECKPOINT": None, "READ_COPY": None}
+    if checkpoint is not None:
+        writes = triton_launch.writes(policy, checkpoint, read_copy)
+    out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
+    grid = (triton_launch.tiles(sizes, launch), inputs.x.shape[0])
+    decode_kernel[grid](
+        out,
+        triton_launch.tokens(inputs),
+        inputs.A,
+        triton_launch.ring(ring),
+        cursors,
+        stored(read),
+        None if checkpoint is None else stored(checkpoint),
+        layer,
+        **sizes,
+        READ=triton_launch.reading(read),
+        RING=triton_launch.ring_storage(policy, ring),
+        **writes,
+        D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
+        PRECISION=triton_launch.precision(policy, ring["B"].dtype),
+        **launch.tile(sizes),
+        BL=triton_launch.slots(sizes, least=1 if checkpoint is None else 16),
+        WIDTH=triton_launch.width(sizes, read, checkpoint),
+        **launch.options(),
+    )
+    return out

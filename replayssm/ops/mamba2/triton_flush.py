@@ -1,0 +1,133 @@
+"""Fold committed records into the state, round once, write checkpoint and read copy in one pass.
+
+Owns the flush kernel and its launcher. Legend: triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.formats.quantized import Quantized
+from replayssm.ops.mamba2 import triton_launch
+from replayssm.ops.mamba2.triton_launch import Launch
+from replayssm.ops.mamba2.triton_tiles import (
+    FP32_RECORDS,
+    fold,
+    load_records,
+    tile_heads,
+    tile_rows,
+    write_state,
+)
+from replayssm.ops.quantize.layout import stored
+from replayssm.ops.quantize.tiles import load_tile
+from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.policy import PrecisionPolicy
+
+
+@triton.jit(do_not_specialize=["layer"])
+def flush_kernel(
+    checkpoint, read_copy, layer,       # Stored; Stored or None
+    A, ring, cursors, rows,             # [H], Ring, Cursors, [B] which rows, or None: full ones
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of a row / LOOP, B): rows that do not flush cost few programs."""
+    row = tl.program_id(1)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    due = pos >= L if rows is None else tl.load(rows + row) != 0
+    if not due:
+        return
+    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
+    n = tl.arange(0, WIDTH)
+    for i in range(LOOP):
+        group, first_p, head = tile_heads(tl.program_id(0) * LOOP + i, H, P, G, HEADS, BP)
+        head_of, p, state_row = tile_rows(first_p, head, P, BP)
+        in_tile = (head_of < H) & (p < P)
+        in_rows = None if EXACT else in_tile
+        state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+        B = load_records(
+            ring.B + slot * ring.B_slot + group * L * N, n, N, None, n, 0,
+            n < N, pos, False, 0, L, BL, RING,
+        )  # fmt: skip
+        dt = load_records(
+            ring.dt + slot * ring.dt_slot, head * L, 1, None, head, 0,
+            head < H, pos, False, 0, L, BL, FP32_RECORDS,
+        )  # fmt: skip
+        x = load_records(
+            ring.x + slot * ring.x_slot, head_of * L * P + p, P, None, state_row, 0,
+            in_tile, pos, False, 0, L, BL, RING,
+        )  # fmt: skip
+        rate = tl.load(A + head, mask=head < H, other=0.0)
+        log_decay = tl.cumsum(rate[None, :] * dt, 0)
+        state = fold(state, x, B, dt, log_decay, BP, PRECISION)
+        write_state(
+            state, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
+            P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+        )  # fmt: skip
+    if arrive(cursors, slot, tl.num_programs(0)):
+        tl.store(cursors.pos + slot, 0)
+        tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+
+
+def flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    parameters: Mapping[str, Tensor],
+    *,
+    layer: int,
+    rows: Tensor | None = None,
+    launch: Launch | None = None,
+) -> None:
+    """Fold the committed records of some rows, write both copies, empty the rings; all in place.
+
+    Args:
+        checkpoint, read_copy: [S, H, P, N], written for the rows that flush; read_copy None: there
+            is one copy.
+        ring: as in `decode`; not written.
+        policy: how both copies round, the ring's storage, the operands of products (fp32 only).
+        cursors: of flushed rows, pos becomes 0, flushes grows by 1, saturated and not_finite by
+            what was written. Random bits are keyed by seed, layer, copy, flushes and sequence.
+        parameters: "A" [H] float32.
+        layer: index of the layer in the model.
+        rows: [B] bool or integer: which rows flush, whatever they hold; None: those with pos >= L.
+        launch: as in `decode`.
+
+    Raises:
+        ValueError: something has no kernel, or shapes disagree.
+    """
+    sizes = triton_launch.sizes(checkpoint, ring, cursors)
+    launch = launch or triton_launch.default_launch("flush", policy, sizes)
+    tiles = triton_launch.tiles(sizes, launch)
+    loop = launch.loop if tiles % launch.loop == 0 else 1
+    flush_kernel[(tiles // loop, cursors.slots.shape[0])](
+        stored(checkpoint),
+        None if read_copy is None else stored(read_copy),
+        layer,
+        parameters["A"],
+        triton_launch.ring(ring),
+        cursors,
+        rows if rows is None or rows.dtype != torch.bool else rows.view(torch.uint8),
+        **sizes,
+        RING=triton_launch.ring_storage(policy, ring),
+        **triton_launch.writes(policy, checkpoint, read_copy),
+        PRECISION=triton_launch.precision(policy, ring["B"].dtype),
+        **launch.tile(sizes),
+        BL=triton_launch.slots(sizes, least=16),
+        WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
+        LOOP=loop,
+        **launch.options(),
+    )

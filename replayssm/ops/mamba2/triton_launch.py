@@ -1,0 +1,239 @@
+"""What the Mamba-2 launchers share on the host: checks, kernel arguments, launch parameters.
+
+Owns which tensors and policies the kernels accept, and the table of launch parameters. Knows no
+kernel body and no cache. Legend: triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from replayssm.formats.block import BlockFormat
+from replayssm.formats.number import BF16, FP16, FP32
+from replayssm.formats.quantized import Quantized
+from replayssm.formats.storage import Storage
+from replayssm.ops.mamba2.reference import Mamba2Inputs
+from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
+from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
+from replayssm.ops.triton_common import Cursors, product_precision
+from replayssm.policy import PrecisionPolicy
+
+Sizes = dict[str, int]  # H, P, G, N, L
+
+RING_FORMATS = {fmt.torch_dtype: Storage(format=fmt) for fmt in (FP32, FP16, BF16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Meta-parameters of a launch: they change speed, never what is rounded.
+
+    Attributes:
+        heads: heads of one group in a program's tile (1 for windows), a power of two.
+        block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
+        loop: tiles a program works on in turn (flush, window).
+        num_warps, num_stages: Triton's.
+    """
+
+    heads: int = 1
+    block_p: int
+    loop: int = 1
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def tile(self, sizes: Sizes) -> dict[str, int]:
+        """The tile as kernel constants.
+
+        Raises:
+            ValueError: `block_p` neither covers nor divides P, or is no power of two >= 16.
+        """
+        p, block = sizes["P"], self.block_p
+        if block < 16 or block & (block - 1) or (block < p and p % block):
+            raise ValueError(
+                f"block_p {block} is not a power of two >= 16 that covers or divides {p}"
+            )
+        return {"HEADS": self.heads, "BP": block}
+
+    def options(self) -> dict[str, int | bool]:
+        """Compiler options. Fused multiply-adds would change bits, see `ops/quantize`."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": False,
+        }
+
+
+# Rows of a tile and warps by kernel and bits of a stored element of what is read.
+_TABLE = {
+    "decode": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (256, 4)},
+    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
+    "flush": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
+    "window": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
+}
+_LOOP = {"flush": 4, "window": 4}
+
+
+def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes) -> Launch:
+    """Launch parameters of a kernel for a policy and a geometry."""
+    fmt = policy.read_storage.format
+    bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+    rows, num_warps = _TABLE[kernel][bits]
+    whole = max(16, triton.next_power_of_2(sizes["P"]))
+    divisor = sizes["P"] & -sizes["P"]
+    block_p = divisor if divisor >= 16 else whole
+    if kernel == "window" or (kernel in ("step", "flush") and _needs_whole_heads(policy)):
+        block_p = whole
+    heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
+    heads = 1 if kernel == "window" else max(1, min(rows // block_p, heads_per_group))
+    if heads * block_p > 64:
+        num_warps = max(num_warps, 8) if kernel != "decode" else num_warps
+    return Launch(heads=heads, block_p=block_p, loop=_LOOP.get(kernel, 1), num_warps=num_warps)
+
+
+def _needs_whole_heads(policy: PrecisionPolicy) -> bool:
+    """Whether a written copy has a scale per head."""
+    formats = (policy.checkpoint.format, policy.read_storage.format)
+    return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
+
+
+def tiles(sizes: Sizes, launch: Launch) -> int:
+    """Tiles of one row's state."""
+    per_group = triton.cdiv(sizes["H"] // sizes["G"], launch.heads)
+    return sizes["G"] * per_group * triton.cdiv(sizes["P"], launch.block_p)
+
+
+def slots(sizes: Sizes, *, least: int) -> int:
+    """Ring slots as tiles have them; products need at least 16."""
+    return max(least, triton.next_power_of_2(sizes["L"]))
+
+
+def width(sizes: Sizes, *copies: Quantized | None) -> int:
+    """Columns of a state tile that suits all copies."""
+    return max(tile_width(sizes["N"], reading(copy)) for copy in copies if copy is not None)
+
+
+def reading(quantized: Quantized) -> Storage:
+    """A storage that reads `quantized`; how it was rounded does not matter for that.
+
+    Raises:
+        ValueError: it has no kernels.
+    """
+    is_row_scaled = quantized.scale is not None and not isinstance(quantized.format, BlockFormat)
+    storage = Storage(format=quantized.format, scale="row" if is_row_scaled else "none")
+    refuse_unsupported(storage)
+    return storage
+
+
+def writes(
+    policy: PrecisionPolicy, checkpoint: Quantized, read_copy: Quantized | None
+) -> dict[str, Storage | None]:
+    """The storages a flush writes, as kernel constants.
+
+    Raises:
+        ValueError: a copy is not what the policy says.
+    """
+    for name, copy, storage in (
+        ("checkpoint", checkpoint, policy.checkpoint),
+        ("read_copy", read_copy, policy.read_copy),
+    ):
+        got = None if copy is None else copy.format
+        expected = None if storage is None else storage.format
+        if got != expected:
+            raise ValueError(
+                f"{name} is {got.name if got else None}, policy {policy.label} says "
+                f"{expected.name if expected else None}"
+            )
+    return {"CHECKPOINT": policy.checkpoint, "READ_COPY": policy.read_copy}
+
+
+def ring_storage(policy: PrecisionPolicy, ring: Mapping[str, Tensor]) -> Storage:
+    """How x and B are kept in the ring.
+
+    Raises:
+        ValueError: it has scales, or is not what the policy says.
+    """
+    dtype = ring["x"].dtype
+    storage = RING_FORMATS.get(dtype) if policy.ring == "input" else policy.ring
+    if storage is None or storage.format.torch_dtype != dtype or ring["B"].dtype != dtype:
+        raise ValueError(
+            f"ring x, B are {dtype}, {ring['B'].dtype}; policy {policy.label} says {policy.ring}"
+        )
+    if storage.scale != "none":
+        raise ValueError(f"ring {storage.label} has scales; there is no kernel for that")
+    return storage
+
+
+def precision(policy: PrecisionPolicy, second_operand: torch.dtype) -> str:
+    """How products are taken, see `triton_common.exact_dot`.
+
+    Raises:
+        ValueError: the policy rounds operands.
+    """
+    if policy.operand != "fp32":
+        raise ValueError(f"operand {policy.operand!r} has no kernel, only 'fp32'")
+    return product_precision(second_operand == torch.bfloat16)
+
+
+def ring(tensors: Mapping[str, Tensor]) -> Ring:
+    """Kernel argument for a ring whose slots are dense in themselves."""
+    for name in ("x", "B", "dt"):
+        if not tensors[name][0].is_contiguous():
+            raise ValueError(f"ring {name} has strides {tensors[name].stride()} in a slot")
+    if tensors["dt"].dtype != torch.float32:
+        raise ValueError(f"ring dt is {tensors['dt'].dtype}, expected torch.float32")
+    pairs = [(as_codes(tensors[name]), tensors[name].stride(0)) for name in ("x", "B", "dt")]
+    return Ring(*(value for pair in pairs for value in pair))
+
+
+def tokens(inputs: Mamba2Inputs) -> Tokens:
+    """Kernel argument for inputs; a tensor whose heads are not dense is copied."""
+    values = []
+    for tensor in (inputs.x, inputs.B_, inputs.C, inputs.dt):
+        if not tensor[:1, :1].is_contiguous():
+            tensor = tensor.contiguous()
+        values += [tensor, tensor.stride(0), tensor.stride(1)]
+    return Tokens(*values, None if inputs.D is None else inputs.D.contiguous())
+
+
+def sizes(
+    state: Quantized,
+    ring: Mapping[str, Tensor],
+    cursors: Cursors,
+    inputs: Mamba2Inputs | None = None,
+    *,
+    tokens: int = 0,
+) -> Sizes:
+    """H, P, G, N, L as kernel constants.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree; names the tensor.
+    """
+    H, P, N = state.shape
+    G, L = ring["B"].shape[1:3]
+    slot_count, rows = state.data.shape[0], cursors.slots.shape[0]
+    shapes = {
+        "ring x": (ring["x"], (slot_count, H, L, P)),
+        "ring B": (ring["B"], (slot_count, G, L, N)),
+        "ring dt": (ring["dt"], (slot_count, H, L)),
+    }
+    shapes |= {name: (getattr(cursors, name), (slot_count,)) for name in Cursors._fields[1:]}
+    if inputs is not None:
+        shapes |= {
+            "x": (inputs.x, (rows, tokens, H, P)),
+            "dt": (inputs.dt, (rows, tokens, H)),
+            "A": (inputs.A, (H,)),
+            "B_": (inputs.B_, (rows, tokens, G, N)),
+            "C": (inputs.C, (rows, tokens, G, N)),
+        }
+        if tuple(inputs.D.shape if inputs.D is not None else (H,)) not in ((H,), (H, P)):
+            raise ValueError(f"D is {list(inputs.D.shape)}, expected [{H}] or [{H}, {P}]")
+        if inputs.dt.dtype != torch.float32:
+            raise ValueError(f"dt is {inputs.dt.dtype}, expected torch.float32")
+    for name, (tensor, expected) in shapes.items():
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(expected)}")
+    return {"H": H, "P": P, "G": G, "N": N, "L": L}

@@ -1,0 +1,143 @@
+"""T = 2 ... 32 tokens per row on tensor cores: verify and teacher-forced replay.
+
+Owns the window kernel and its launcher. No state is formed or written; the records of the tokens
+enter the ring past the cursor, which stays: a draft that is not committed leaves no trace.
+Legend: triton_tiles.py; BT >= T is a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.formats.quantized import Quantized
+from replayssm.ops.mamba2 import triton_launch
+from replayssm.ops.mamba2.reference import Mamba2Inputs
+from replayssm.ops.mamba2.triton_launch import Launch
+from replayssm.ops.mamba2.triton_tiles import (
+    FP32_RECORDS,
+    decay,
+    load_records,
+    tile_heads,
+    tile_rows,
+)
+from replayssm.ops.quantize.layout import stored
+from replayssm.ops.quantize.tiles import load_unscaled, row_factor
+from replayssm.ops.triton_common import Cursors, exact_dot
+from replayssm.policy import PrecisionPolicy
+
+
+@triton.jit
+def window_kernel(
+    out,                                # [B, T, H, P] float32
+    tokens, A, ring, cursors, read,     # Tokens, [H], Ring, Cursors, Stored
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    T: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
+    WIDTH: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of a row / LOOP, B); HEADS is 1, LOOP tiles belong to one group."""
+    row = tl.program_id(1)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    n, t, record = tl.arange(0, WIDTH), tl.arange(0, BT), tl.arange(0, BL)
+
+    first = tl.program_id(0) * LOOP
+    group, first_p, head = tile_heads(first, H, P, G, HEADS, BP)
+    starts_group = first % (((P + BP - 1) // BP) * (H // G)) == 0
+    B = load_records(
+        ring.B + slot * ring.B_slot + group * L * N, n, N,
+        tokens.B + row * tokens.B_row + group * N, n, tokens.B_token,
+        n < N, pos, starts_group, T, L, BL, RING,
+    )  # fmt: skip
+    C_at = row * tokens.C_row + group * N + t[None, :] * tokens.C_token + n[:, None]
+    C = tl.load(tokens.C + C_at, mask=(t < T)[None, :] & (n < N)[:, None], other=0).to(tl.float32)
+    bc = exact_dot(B, C, tl.zeros([BL, BT], tl.float32), PRECISION)  # [BL, BT]
+    causal = (record[:, None] <= pos + t[None, :]) & (t < T)[None, :]
+    bc = tl.where(causal, bc, 0.0)
+
+    for i in range(LOOP):
+        _, first_p, head = tile_heads(first + i, H, P, G, HEADS, BP)
+        head_of, p, state_row = tile_rows(first_p, head, P, BP)
+        in_tile = (head_of < H) & (p < P)
+        in_rows = None if P % BP == 0 else in_tile
+        state = load_unscaled(read, slot, state_row, in_rows, N, WIDTH, READ)
+        dt = load_records(
+            ring.dt + slot * ring.dt_slot, head * L, 1, tokens.dt + row * tokens.dt_row, head,
+            tokens.dt_token, head < H, pos, first_p == 0, T, L, BL, FP32_RECORDS,
+        )  # fmt: skip
+        x_new = tokens.x + row * tokens.x_row
+        x = load_records(
+            ring.x + slot * ring.x_slot, head_of * L * P + p, P, x_new, state_row,
+            tokens.x_token, in_tile, pos, True, T, L, BL, RING,
+        )  # fmt: skip
+        rate = tl.load(A + head, mask=head < H, other=0.0)
+        log_decay = tl.cumsum(rate[None, :] * dt, 0)  # [BL, 1]
+        is_now = record[:, None] == pos + t[None, :]
+        now = tl.sum(tl.where(is_now, log_decay, 0.0), 0)[None, :]  # [1, BT], one term each
+
+        y = exact_dot(state, C, tl.zeros([BP, BT], tl.float32), PRECISION)
+        y *= row_factor(read, slot, state_row, in_rows, P, READ)[:, None] * decay(now, 0.0)
+        weights = bc * decay(now, log_decay) * dt
+        y = exact_dot(tl.trans(x), weights, y, "ieee" if PRECISION == "ieee" else "tf32x3")
+        token = (t < T)[None, :] & in_tile[:, None]
+        if tokens.D is not None:
+            skip = tl.load(
+                tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0
+            )
+            raw = x_new + t[None, :] * tokens.x_token + state_row[:, None]
+            raw = tl.load(raw, mask=token, other=0).to(tl.float32)
+            y += skip.to(tl.float32)[:, None] * raw
+        y = tl.where(pos + T <= L, y, float("nan"))
+        tl.store(out + (row * T + t[None, :]) * (H * P) + state_row[:, None], y, mask=token)
+
+
+def window(
+    read: Quantized,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    *,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Outputs of T tokens per row on top of `read` and the committed records.
+
+    In place: slots pos .. pos+T-1 of each row's ring, nothing else. Rows with pos + T > L get NaN.
+    Arguments, result [B, T, H, P] float32 and errors as in `decode`.
+    """
+    count = inputs.x.shape[1]
+    sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=count)
+    launch = launch or triton_launch.default_launch("window", policy, sizes)
+    out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
+    tiles = triton_launch.tiles(sizes, launch)
+    per_group = tiles // sizes["G"]
+    loop = launch.loop if per_group % launch.loop == 0 else 1
+    window_kernel[(tiles // loop, inputs.x.shape[0])](
+        out,
+        triton_launch.tokens(inputs),
+        inputs.A,
+        triton_launch.ring(ring),
+        cursors,
+        stored(read),
+        **sizes,
+        T=count,
+        READ=triton_launch.reading(read),
+        RING=triton_launch.ring_storage(policy, ring),
+        D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
+        PRECISION=triton_launch.precision(policy, inputs.C.dtype),
+        **launch.tile(sizes),
+        BL=triton_launch.slots(sizes, least=16),
+        BT=max(16, triton.next_power_of_2(count)),
+        WIDTH=triton_launch.width(sizes, read),
+        LOOP=loop,
+        **launch.options(),
+    )
+    return out

@@ -1,0 +1,496 @@
+"""Mamba-2 kernels against the float64 recurrence and, for stored bits, against `formats`.
+
+Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`). Everything that a
+kernel must not read is NaN: unused ring slots, spare slots, fresh outputs.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from replayssm.formats.codec import dequantize
+from replayssm.formats.quantized import Quantized
+from replayssm.ops.mamba2 import reference
+from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
+from replayssm.ops.mamba2.triton_decode import decode, step
+from replayssm.ops.mamba2.triton_flush import flush
+from replayssm.ops.mamba2.triton_launch import Launch
+from replayssm.ops.mamba2.triton_window import window
+from replayssm.ops.triton_common import Cursors, commit, new_cursors
+from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+
+LAYER = 11
+SMALL = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=32)
+ODD = Mamba2Geometry(num_heads=3, head_dim=80, n_groups=1, d_state=16)
+THREE_GROUPS = Mamba2Geometry(num_heads=6, head_dim=24, n_groups=3, d_state=24)
+GEOMETRIES = {"small": SMALL, "head_dim80": ODD, "three groups": THREE_GROUPS}
+
+
+def random_inputs(geometry, rows, tokens, dtype=torch.float32, seed=0, per_channel=False):
+    g = torch.Generator().manual_seed(seed)
+    H, P, N = geometry.state_shape
+    G = geometry.n_groups
+    normal = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    return Mamba2Inputs(
+        x=normal(rows, tokens, H, P).to(dtype),
+        dt=torch.rand(rows, tokens, H, generator=g) * 0.2 + 1e-3,
+        A=-torch.logspace(-2, 0.5, H),
+        B_=normal(rows, tokens, G, N).to(dtype),
+        C=normal(rows, tokens, G, N).to(dtype),
+        D=normal(H, P) if per_channel else normal(H),
+    )
+
+
+def to_device(inputs):
+    return Mamba2Inputs(*(None if t is None else t.to(DEVICE) for t in inputs))
+
+
+def tokens_of(inputs, start, stop):
+    cut = lambda t: t[:, start:stop]  # noqa: E731
+    return inputs._replace(x=cut(inputs.x), dt=cut(inputs.dt), B_=cut(inputs.B_), C=cut(inputs.C))
+
+
+@dataclass
+class Pool:
+    """S slots of one layer with everything the kernels take, and the states they stand for."""
+
+    geometry: Mamba2Geometry
+    policy: PrecisionPolicy
+    state: torch.Tensor  # [S, H, P, N] what was rounded into the copies
+    checkpoint: Quantized
+    read_copy: Quantized | None
+    ring: dict[str, torch.Tensor]
+    cursors: Cursors
+    A: torch.Tensor
+
+    @property
+    def read(self):
+        return self.read_copy or self.checkpoint
+
+    def launch(self, kernel, inputs, **more):
+        state = (self.read,) if kernel in (decode, window) else (self.checkpoint, self.read_copy)
+        if kernel is step:
+            more["layer"] = LAYER
+        if kernel is flush:
+            return flush(
+                *state, self.ring, self.policy, self.cursors, {"A": self.A}, layer=LAYER, **more
+            )
+        return kernel(*state, self.ring, self.policy, self.cursors, to_device(inputs), **more)
+
+    def on(self, slots):
+        """The same pool, seen by rows at other slots."""
+        slots = torch.tensor(slots, device=DEVICE)
+        return replace(self, cursors=self.cursors._replace(slots=slots))
+
+    def bytes(self):
+        """Copies of everything that is stored, by name."""
+        named = {f"checkpoint {k}": v for k, v in self.checkpoint.tensors().items()}
+        if self.read_copy is not None:
+            named |= {f"read copy {k}": v for k, v in self.read_copy.tensors().items()}
+        named |= {f"ring {k}": v for k, v in self.ring.items()}
+        named |= {k: v for k, v in self.cursors._asdict().items() if k != "slots"}
+        return {k: pattern(v).clone() for k, v in named.items()}
+
+
+def pattern(t):
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().cpu().contiguous().view(sizes[t.element_size()])
+
+
+def make_pool(geometry, policy, slots, rows, dtype=torch.float32, seed=1):
+    """A pool of `slots` slots with random states and empty, poisoned rings; rows at `rows`."""
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    g = torch.Generator().manual_seed(seed)
+    H, P, N = geometry.state_shape
+    state = torch.randn(slots, H, P, N, generator=g)
+    key = {
+        "seed": torch.arange(slots) + 2**31,
+        "sequence": torch.arange(slots) * 7 + 1,
+        "flush_index": torch.zeros(slots, dtype=torch.int64),
+    }
+
+    def stored(storage, stream):
+        bits = storage.draw_bits(state.shape, layer=LAYER, stream=stream, **key)
+        return storage.write(state, bits).map(lambda t: t.to(DEVICE))
+
+    ring_dtype = dtype if policy.ring == "input" else policy.ring.format.torch_dtype
+    ring = {}
+    for name, (heads, *width) in reference.ring_layout(geometry, recompute=False).items():
+        kind = torch.float32 if name == "dt" else ring_dtype
+        shape = (slots, heads, policy.ring_len, *width)
+        ring[name] = torch.full(shape, torch.nan, dtype=kind, device=DEVICE)
+    cursors = new_cursors(
+        torch.tensor(rows, device=DEVICE),
+        sequence=key["sequence"].to(DEVICE),
+        seed=key["seed"].to(DEVICE),
+    )
+    cursors.flushes.fill_(1)
+    return Pool(
+        geometry=geometry,
+        policy=policy,
+        state=state,
+        checkpoint=stored(policy.checkpoint, CHECKPOINT_STREAM),
+        read_copy=policy.read_copy and stored(policy.read_copy, READ_COPY_STREAM),
+        ring=ring,
+        cursors=cursors,
+        A=-torch.logspace(-2, 0.5, H).to(DEVICE),
+    )
+
+
+def values(quantized):
+    """What stored states stand for, float64 on the CPU."""
+    return dequantize(quantized.map(lambda t: t.cpu())).double()
+
+
+def error(got, want):
+    """Largest error relative to the norm of each head's outputs or state."""
+    got, want = got.cpu().double(), want.double()
+    assert got.isfinite().all(), "not finite: something was not written, or poison was read"
+    scale = want.flatten(-1).norm(dim=-1, keepdim=True) / want.shape[-1] ** 0.5
+    return float(((got - want).abs() / scale.clamp(min=1e-30)).max())
+
+
+def oracle(pool, slot_states, inputs):
+    """Outputs of the float64 recurrence from `slot_states` [B, H, P, N]."""
+    wide = Mamba2Inputs(*(None if t is None else t.cpu().double() for t in inputs))
+    return reference.recurrence(slot_states, wide)
+
+
+POLICIES = [
+    "fp32", "fp16", "bf16-sr", "fp8", "fp8-e5m2-sr", "int8-sr", "nvfp4", "nvfp4-sr", "nvfp4-46",
+    "mxfp4", "mxfp8", "fp32+nvfp4", "fp16-sr+nvfp4", "fp8-sr+mxfp4",
+]  # fmt: skip
+
+
+# ---- outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decode_reads_every_format(policy):
+    pool = make_pool(SMALL, f"{policy}@5", slots=4, rows=[2, -1, 0])
+    inputs = random_inputs(SMALL, 3, 4)
+    before = pool.bytes()
+    read = values(pool.read)[[2, 0, 0]]
+    want, _ = oracle(pool, read, inputs)
+    for t in range(4):
+        got = pool.launch(decode, tokens_of(inputs, t, t + 1))
+        commit(pool.cursors, torch.ones(3, dtype=torch.int64, device=DEVICE))
+        live = [0, 2]
+        assert error(got[live, 0], want[live, t]) < 5e-6
+    after = pool.bytes()
+    assert all(torch.equal(after[k], before[k]) for k in after if "copy" in k or "point" in k)
+    assert pool.cursors.pos.tolist() == [4, 0, 4, 0]
+    assert pool.ring["x"][[1, 3]].isnan().all(), "a slot without a row was written"
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("tokens", [2, 7, 16])
+def test_window_equals_the_recurrence(name, tokens):
+    geometry = GEOMETRIES[name]
+    pool = make_pool(geometry, "fp32@20", slots=3, rows=[1, 2])
+    inputs = random_inputs(geometry, 2, 3 + tokens, per_channel=True)
+    want, _ = oracle(pool, values(pool.read)[[1, 2]], inputs)
+    first = pool.launch(window, tokens_of(inputs, 0, 3))
+    assert error(first, want[:, :3]) < 5e-6
+    # Rows stand at different slots: one commits all three tokens, the other only two.
+    commit(pool.cursors, torch.tensor([3, 2], device=DEVICE))
+    got = pool.launch(window, tokens_of(inputs, 3, 3 + tokens))
+    assert error(got[0], want[0, 3:]) < 5e-6
+    again = tokens_of(inputs, 0, 2)
+    again = inputs._replace(
+        x=torch.cat([again.x, inputs.x[:, 3:]], 1),
+        dt=torch.cat([again.dt, inputs.dt[:, 3:]], 1),
+        B_=torch.cat([again.B_, inputs.B_[:, 3:]], 1),
+        C=torch.cat([again.C, inputs.C[:, 3:]], 1),
+    )
+    want, _ = oracle(pool, values(pool.read)[[1, 2]], again)
+    assert error(got[1], want[1, 2:]) < 5e-6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_window_reads_every_format(policy):
+    pool = make_pool(SMALL, policy, slots=2, rows=[1])
+    inputs = random_inputs(SMALL, 1, 6)
+    before = pool.bytes()
+    want, _ = oracle(pool, values(pool.read)[[1]], inputs)
+    assert error(pool.launch(window, inputs), want) < 5e-6
+    after = pool.bytes()
+    assert all(torch.equal(after[k], before[k]) for k in after if "ring" not in k)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("ring_len", [1, 5, 16, 32])
+def test_steps_over_flushes_equal_the_recurrence(name, ring_len):
+    geometry = GEOMETRIES[name]
+    pool = make_pool(geometry, f"fp32@{ring_len}", slots=2, rows=[1])
+    # A window fills most of the ring, steps cross its end.
+    ahead = max(0, ring_len - 3)
+    total = ahead + (3 if ring_len == 1 else 4)
+    inputs = random_inputs(geometry, 1, total)
+    want, state = oracle(pool, values(pool.read)[[1]], inputs)
+    if ahead:
+        got = pool.launch(window, tokens_of(inputs, 0, ahead))
+        assert error(got, want[:, :ahead]) < 5e-6
+        commit(pool.cursors, torch.tensor([ahead], device=DEVICE))
+    for t in range(ahead, total):
+        got = pool.launch(step, tokens_of(inputs, t, t + 1))
+        assert error(got[:, 0], want[:, t]) < 5e-6, t
+    assert pool.cursors.pos.tolist() == [0, total % ring_len]
+    assert pool.cursors.flushes.tolist() == [1, 1 + total // ring_len]
+    pool.launch(flush, None, rows=torch.ones(1, dtype=torch.bool, device=DEVICE))
+    assert error(values(pool.checkpoint)[1].flatten(1), state[0].flatten(1)) < 5e-6
+    assert pool.cursors.pos.tolist() == [0, 0] and not pool.cursors.arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_inputs_and_ring(dtype):
+    pool = make_pool(SMALL, "fp32+nvfp4@4", slots=1, rows=[0], dtype=dtype)
+    inputs = random_inputs(SMALL, 1, 4, dtype)
+    want, state = oracle(pool, values(pool.read), inputs)
+    full, _ = oracle(pool, values(pool.checkpoint), inputs)
+    got = pool.launch(window, tokens_of(inputs, 0, 3))
+    commit(pool.cursors, torch.tensor([3], device=DEVICE))
+    assert error(got, want[:, :3]) < 5e-6
+    assert error(pool.launch(step, tokens_of(inputs, 3, 4)), want[:, 3:]) < 5e-6
+    _, state = oracle(pool, pool.state.double(), inputs)
+    assert error(values(pool.checkpoint).flatten(-2), state.flatten(-2)) < 5e-6
+
+
+def test_ring_in_its_own_storage():
+    """Records are rounded before use: every token sees what a flush will see."""
+    pool = make_pool(SMALL, "fp32@4:ring=bf16", slots=1, rows=[0])
+    inputs = random_inputs(SMALL, 1, 4)
+    rounded = inputs._replace(
+        x=inputs.x.bfloat16().float(), B_=inputs.B_.bfloat16().float(), D=None
+    )
+    want, state = oracle(pool, pool.state.double(), rounded)
+    got = pool.launch(window, inputs._replace(D=None))
+    assert error(got, want) < 5e-6
+    assert torch.equal(pool.ring["x"][0].transpose(0, 1).cpu(), inputs.x[0].bfloat16())
+    commit(pool.cursors, torch.tensor([4], device=DEVICE))
+    pool.launch(flush, None)
+    assert error(values(pool.checkpoint).flatten(-2), state.flatten(-2)) < 5e-6
+
+
+# ---- stored bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["flush", "step"])
+@pytest.mark.parametrize("name", ["small", "head_dim80"])
+@pytest.mark.parametrize("copy", ["nvfp4", "nvfp4-sr", "nvfp4-46", "fp8-sr", "fp16-sr", "mxfp4"])
+def test_read_copy_has_the_reference_bits_of_the_state(copy, name, how):
+    """The FP32 checkpoint shows the values that both copies were rounded from."""
+    geometry = GEOMETRIES[name]
+    pool = make_pool(geometry, f"fp32+{copy}@2", slots=2, rows=[1, 0])
+    inputs = random_inputs(geometry, 2, 2)
+    pool.launch(window, tokens_of(inputs, 0, 2))
+    if how == "flush":
+        commit(pool.cursors, torch.tensor([2, 2], device=DEVICE))
+        pool.launch(flush, None)
+    else:
+        commit(pool.cursors, torch.tensor([1, 1], device=DEVICE))
+        pool.launch(step, tokens_of(inputs, 1, 2))
+    folded = pool.checkpoint.data.cpu()
+    storage = pool.policy.read_copy
+    bits = storage.draw_bits(
+        folded.shape,
+        seed=pool.cursors.seed.cpu(),
+        layer=LAYER,
+        stream=READ_COPY_STREAM,
+        flush_index=torch.ones(2, dtype=torch.int64),
+        sequence=pool.cursors.sequence.cpu(),
+    )
+    want = storage.write(folded, bits)
+    for part, tensor in want.tensors().items():
+        got = pool.read_copy.tensors()[part]
+        assert torch.equal(pattern(got), pattern(tensor)), f"{copy} {part}"
+    assert torch.equal(pool.cursors.saturated.cpu(), want.saturated)
+    assert pool.cursors.flushes.tolist() == [2, 2] and pool.cursors.pos.tolist() == [0, 0]
+    _, state = oracle(pool, pool.state[[1, 0]].double(), inputs)
+    assert error(folded[[1, 0]].flatten(-2), state.flatten(-2)) < 5e-6
+
+
+@pytest.mark.parametrize("policy", ["fp16-sr", "bf16-sr", "fp8-sr", "int8", "nvfp4", "mxfp8"])
+def test_flush_rounds_the_checkpoint_as_the_reference(policy):
+    """An empty ring folds to the state itself, so the input of the rounding is known exactly."""
+    pool = make_pool(SMALL, policy, slots=2, rows=[0, 1])
+    was = values(pool.checkpoint).float() + 0.0  # a fold gives no negative zero
+    pool.launch(flush, None, rows=torch.tensor([0, 1], device=DEVICE))
+    storage = pool.policy.checkpoint
+    bits = storage.draw_bits(
+        was.shape,
+        seed=pool.cursors.seed.cpu(),
+        layer=LAYER,
+        stream=CHECKPOINT_STREAM,
+        flush_index=torch.ones(2, dtype=torch.int64),
+        sequence=pool.cursors.sequence.cpu(),
+    )
+    want = storage.write(was, bits)
+    for part, tensor in want.tensors().items():
+        got = pool.checkpoint.tensors()[part]
+        assert torch.equal(pattern(got[1]), pattern(tensor[1])), f"{policy} {part}"
+    assert pool.cursors.flushes.tolist() == [1, 2]
+
+
+# ---- rows and slots --------------------------------------------------------------------------
+
+
+def test_rows_flush_at_their_own_steps():
+    pool = make_pool(SMALL, "fp32@3", slots=3, rows=[0, 1, 2])
+    inputs = random_inputs(SMALL, 3, 5)
+    want, state = oracle(pool, pool.state.double(), inputs)
+    # Row 1 runs one token ahead, row 2 two, in launches of their own.
+    pool.on([1]).launch(step, _row(tokens_of(inputs, 0, 1), [1]))
+    for t in (0, 1):
+        pool.on([2]).launch(step, _row(tokens_of(inputs, t, t + 1), [2]))
+    for t in range(3):
+        cut = [_row(tokens_of(inputs, t + ahead, t + ahead + 1), [ahead]) for ahead in range(3)]
+        mixed = Mamba2Inputs(*(
+            a if n in ("A", "D") else torch.cat([a, b, c])
+            for n, a, b, c in zip(Mamba2Inputs._fields, *cut, strict=True)
+        ))  # fmt: skip
+        got = pool.launch(step, mixed)
+        for ahead in range(3):
+            assert error(got[ahead, 0], want[ahead, t + ahead]) < 5e-6
+    assert pool.cursors.pos.tolist() == [0, 1, 2]
+    assert pool.cursors.flushes.tolist() == [2, 2, 2]
+
+
+def _row(inputs, rows):
+    cut = {n: t[rows] for n, t in inputs._asdict().items() if n not in ("A", "D")}
+    return inputs._replace(**cut)
+
+
+@pytest.mark.parametrize("policy", ["fp16-sr+nvfp4@2", "nvfp4-sr@2"])
+def test_slots_and_neighbours_change_no_bit(policy):
+    """The same two requests, alone and with a third, in other slots and another order."""
+    inputs = random_inputs(SMALL, 3, 4)
+
+    def run(slots, order):
+        pool = make_pool(SMALL, policy, slots=5, rows=slots)
+        # Request r lives in slot slots[order.index(r)], with its own state, seed and sequence.
+        home = make_pool(SMALL, policy, slots=3, rows=[0, 1, 2])
+        for slot, request in zip(slots, order, strict=True):
+            if slot < 0:
+                continue
+            pool.checkpoint.put_([slot], home.checkpoint.select([request]))
+            if pool.read_copy is not None:
+                pool.read_copy.put_([slot], home.read_copy.select([request]))
+            for name in ("seed", "sequence"):
+                getattr(pool.cursors, name)[slot] = getattr(home.cursors, name)[request]
+        outputs = [
+            pool.launch(step, _row(tokens_of(inputs, t, t + 1), list(order))) for t in range(4)
+        ]
+        found = {}
+        for row, (slot, request) in enumerate(zip(slots, order, strict=True)):
+            if slot >= 0:
+                stored = pool.checkpoint.tensors() | {
+                    f"copy {k}": v
+                    for k, v in (pool.read_copy.tensors() if pool.read_copy else {}).items()
+                }
+                found[request] = [pattern(o[row]) for o in outputs] + [
+                    pattern(t[slot : slot + 1]) for t in stored.values()
+                ]
+        return found
+
+    first = run([0, 1], [0, 1])
+    other = run([4, -1, 2, 3], [2, 2, 1, 0])
+    for request in (0, 1):
+        for a, b in zip(first[request], other[request], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_rejected_drafts_leave_no_trace():
+    clean = make_pool(SMALL, "fp16-sr+nvfp4@6", slots=2, rows=[0, 1])
+    drafted = make_pool(SMALL, "fp16-sr+nvfp4@6", slots=2, rows=[0, 1])
+    inputs = random_inputs(SMALL, 2, 6)
+    poison = inputs._replace(
+        x=torch.full_like(inputs.x, torch.nan),
+        B_=torch.full_like(inputs.B_, torch.nan),
+        dt=torch.full_like(inputs.dt, torch.nan),
+    )
+    accepted = torch.tensor([2, 1], device=DEVICE)
+    clean.launch(window, tokens_of(inputs, 0, 2))
+    commit(clean.cursors, accepted)
+    # The same two tokens with four drafts behind them, none accepted.
+    drafted.launch(window, Mamba2Inputs(*(
+        a if n in ("A", "D") else torch.cat([a[:, :2], b[:, 2:]], 1)
+        for n, a, b in zip(Mamba2Inputs._fields, inputs, poison, strict=True)
+    )))  # fmt: skip
+    commit(drafted.cursors, accepted)
+    for pool in (clean, drafted):
+        pool.result = pool.launch(window, tokens_of(inputs, 2, 5))
+        commit(pool.cursors, torch.tensor([3, 3], device=DEVICE))
+        pool.launch(flush, None, rows=torch.tensor([1, 1], device=DEVICE))
+    assert torch.equal(clean.result, drafted.result)
+    for name, data in clean.bytes().items():
+        if "ring" not in name:
+            assert torch.equal(data, drafted.bytes()[name]), name
+
+
+def test_a_full_ring_gives_no_numbers_and_writes_nothing():
+    pool = make_pool(SMALL, "fp32@3", slots=2, rows=[0])
+    inputs = random_inputs(SMALL, 1, 3)
+    pool.launch(window, tokens_of(inputs, 0, 3))
+    commit(pool.cursors, torch.tensor([3], device=DEVICE))
+    before = pool.bytes()
+    assert pool.launch(decode, tokens_of(inputs, 0, 1)).isnan().all()
+    assert pool.launch(window, tokens_of(inputs, 0, 2)).isnan().all()
+    after = pool.bytes()
+    assert all(torch.equal(after[k], before[k]) for k in after)
+
+
+def test_launch_parameters_and_strided_inputs_do_not_change_results():
+    geometry = Mamba2Geometry(num_heads=8, head_dim=32, n_groups=2, d_state=32)
+    inputs = random_inputs(geometry, 2, 2)
+    packed = torch.zeros(2, 2, 8 * 32 + 2 * 2 * 32)
+    x, B_, C = packed.split([8 * 32, 2 * 32, 2 * 32], dim=-1)
+    x.copy_(inputs.x.flatten(2))
+    B_.copy_(inputs.B_.flatten(2))
+    C.copy_(inputs.C.flatten(2))
+    strided = inputs._replace(
+        x=x.unflatten(2, (8, 32)), B_=B_.unflatten(2, (2, 32)), C=C.unflatten(2, (2, 32))
+    )
+    results = []
+    for given, launches in (
+        (inputs, (None, None)),
+        (strided, (Launch(heads=4, block_p=16), Launch(heads=1, block_p=16, loop=4))),
+    ):
+        pool = make_pool(geometry, "fp16-sr@4", slots=3, rows=[2, 0])
+        got = [pool.launch(step, tokens_of(given, 0, 1), launch=launches[0])]
+        got.append(pool.launch(window, given, launch=launches[1]))
+        pool.launch(flush, None, rows=torch.tensor([1, 1]), launch=launches[0])
+        results.append(([*got], pool.bytes()))
+    (first, first_bytes), (second, second_bytes) = results
+    for a, b in zip(first, second, strict=True):
+        assert error(a, b.cpu()) < 1e-6
+    assert all(torch.equal(first_bytes[k], second_bytes[k]) for k in first_bytes)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def test_refusals_name_the_value():
+    pool = make_pool(SMALL, "fp32", slots=2, rows=[0])
+    inputs = random_inputs(SMALL, 1, 1)
+    with pytest.raises(ValueError, match=r"C is \[1, 1, 2, 16\], expected \[1, 1, 2, 32\]"):
+        pool.launch(decode, inputs._replace(C=inputs.C[..., :16]))
+    with pytest.raises(ValueError, match="dt is torch.float16"):
+        pool.launch(decode, inputs._replace(dt=inputs.dt.half()))
+    with pytest.raises(ValueError, match="block_p 24"):
+        pool.launch(decode, inputs, launch=Launch(block_p=24))
+    with pytest.raises(ValueError, match="operand 'bf16' has no kernel"):
+        replace(pool, policy=parse_policy("fp32:operand=bf16")).launch(decode, inputs)
+    with pytest.raises(ValueError, match="ring fp8 has scales"):
+        fp8 = pool.ring["x"].to(torch.float8_e4m3fn), pool.ring["B"].to(torch.float8_e4m3fn)
+        ring = pool.ring | {"x": fp8[0], "B": fp8[1]}
+        replace(pool, policy=parse_policy("fp32:ring=fp8"), ring=ring).launch(decode, inputs)
+    with pytest.raises(ValueError, match="checkpoint is fp32, policy fp16 says fp16"):
+        replace(pool, policy=parse_policy("fp16")).launch(step, inputs)
