@@ -64,7 +64,7 @@ def error_over_law(storage: Storage, a: float, L: int, flushes: list[int], shape
         (E4M3, 0.999, 16, [30, 250]),
         (E5M2, 0.99, 16, [10, 60]),
     ],
-    ids=str,
+    ids=lambda v: getattr(v, "name", str(v)),
 )
 def test_error_follows_the_law_away_from_stagnation(fmt, mode, a, L, flushes):
     storage = Storage(format=fmt, rounding=mode)

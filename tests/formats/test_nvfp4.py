@@ -10,6 +10,7 @@ import torch
 from replayssm.formats import scaling
 from replayssm.formats.block import NVFP4, NVFP4_46, NVFP4_MODELOPT, NVFP4_TORCHAO
 from replayssm.formats.codec import NonFiniteStateError, dequantize, quantize
+from replayssm.formats.rounding import stochastic
 from replayssm.formats.scaling import DecodeScale, EncodeScale
 
 F32 = np.float32
@@ -76,6 +77,39 @@ def test_every_byte_against_numpy(case):
         np.testing.assert_array_equal(q.scale[b, h].view(torch.uint8).numpy(), scales)
         assert q.tensor_scale.value[b, h].item() == S
         np.testing.assert_array_equal(values[b, h].numpy(), expected)
+
+
+def test_operation_order_decides_scales_at_ties():
+    """Block maxima within two ulps of a tie of E4M3: (amax * S) / 6, in that order, to the byte."""
+    generator = torch.Generator().manual_seed(8)
+    head_amax = 1 + torch.rand(64, generator=generator)
+    codes = np.arange(8, 0x7E, dtype=np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    ties = torch.from_numpy((values[1:] + values[:-1]) / 2).float()
+    block_amax = (ties * 6)[None, :] / (2688 / head_amax[:, None])
+    pattern = block_amax.view(torch.int32)[..., None] + torch.arange(-2, 3, dtype=torch.int32)
+    x = torch.zeros(1, 64, 1 + 5 * len(ties), 16)
+    x[0, :, 0, 0] = head_amax
+    x[0, :, 1:, 3] = pattern.view(torch.float32).flatten(1)
+    q = quantize(x, NVFP4)
+    for h in range(64):
+        expected = numpy_nvfp4(x[0, h].numpy())[1]
+        np.testing.assert_array_equal(q.scale[0, h].view(torch.uint8).numpy(), expected)
+
+
+def test_operation_order_decides_codes_at_ties():
+    """Elements within two ulps of a tie of E2M1: (x * S) / s, in that order, to the byte."""
+    x = state(1, 64, 16, 64, seed=9)
+    q = quantize(x, NVFP4)
+    step = q.scale.float()[..., None] / q.tensor_scale.value[..., None]
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).repeat(2)
+    pattern = (ties * step).view(torch.int32) + (torch.arange(14, dtype=torch.int32) % 5 - 2)
+    blocks = x.unflatten(-1, (-1, 16))
+    top = blocks.abs().amax(-1, keepdim=True)
+    near = torch.cat([top, -top, pattern.view(torch.float32).clamp(max=top)], dim=-1).flatten(-2)
+    q = quantize(near, NVFP4)
+    for h in range(64):
+        np.testing.assert_array_equal(q.data[0, h].numpy(), numpy_nvfp4(near[0, h].numpy())[0])
 
 
 def two_blocks(first: float, head_amax: float, fmt=NVFP4):
@@ -188,6 +222,11 @@ def test_rows_axis_is_the_transposed_state(fmt):
     assert q.data.equal(turned.data)
     assert q.scale.view(torch.uint8).equal(turned.scale.view(torch.uint8))
     assert dequantize(q).equal(dequantize(turned).transpose(-1, -2))
+    r = torch.randint(0, 2**16, x.shape, generator=torch.Generator().manual_seed(0))
+    mode = dict(rounding=stochastic())
+    drawn = quantize(x, replace(fmt, scale_axis="rows"), random_bits=r, **mode)
+    turned = quantize(x.transpose(-1, -2), fmt, random_bits=r.transpose(-1, -2), **mode)
+    assert drawn.data.equal(turned.data)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 24, 80, 100])

@@ -1,5 +1,7 @@
 """The stored container: row operations, bytes, mismatches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,8 @@ def stored(fmt, scale, seed=0):
 @CASES
 def test_row_operations(fmt, scale):
     q, other = stored(fmt, scale), stored(fmt, scale, seed=1)
+    other = replace(other, saturated=torch.arange(4) + 7)
+    before = q.saturated.tolist()
     values, others = dequantize(q), dequantize(other)
     copy = q.clone()
     picked = q.select(torch.tensor([2, 0, 2]))
@@ -30,6 +34,7 @@ def test_row_operations(fmt, scale):
     assert dequantize(q.select(torch.tensor([True, False, False, True]))).equal(values[[0, 3]])
     q.put_(torch.tensor([3, 1]), other.select(torch.tensor([0, 2])))
     assert dequantize(q).equal(torch.stack([values[0], others[2], values[2], others[0]]))
+    assert q.saturated.tolist() == [before[0], 9, before[2], 7]
     assert dequantize(copy).equal(values), "a clone shares no memory"
     view = copy.select(slice(0, 1))
     view.put_(slice(0, 1), other.select(slice(3, 4)))

@@ -97,6 +97,9 @@ def test_mx_constants():
     assert mx(MXFP4, "even", 6.99) == (0x7F, [6.0])
     assert mx(MXFP4, "ceil", 4.0) == (0x7F, [4.0])
     assert mx(MXFP4, "ceil", 4.5) == (0x80, [4.0])
+    assert mx(MXFP4, "ceil", np.nextafter(np.float32(4), np.float32(5)).item())[0] == 0x80
+    assert mx(MXFP4, "rceil", np.nextafter(np.float32(6), np.float32(7)).item())[0] == 0x80
+    assert mx(MXFP4, "rceil", 6.0) == (0x7F, [6.0])
 
 
 @pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
