@@ -192,7 +192,7 @@ def step(
     if read_copy is None:
         return _launch(checkpoint, ring, policy, cursors, inputs, layer, "step", launch)
     out = _launch(read_copy, ring, policy, cursors, inputs, layer, "commit", launch)
-    flush(checkpoint, read_copy, ring, policy, cursors, layer=layer)
+    flush(checkpoint, read_copy, ring, policy, cursors, {}, layer=layer)
     return out
 
 

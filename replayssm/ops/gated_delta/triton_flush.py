@@ -106,6 +106,7 @@ def flush(
     ring: Mapping[str, Tensor],
     policy: PrecisionPolicy,
     cursors: Cursors,
+    parameters: Mapping[str, Tensor],
     *,
     layer: int,
     rows: Tensor | None = None,
@@ -121,6 +122,7 @@ def flush(
         policy: how both copies round.
         cursors: of flushed rows, pos becomes 0, flushes grows by 1, saturated and not_finite by
             what was written. Random bits are keyed by seed, layer, copy, flushes and sequence.
+        parameters: empty, see `reference.parameters`.
         layer: index of the layer in the model.
         rows: [B] bool or integer: which rows flush, whatever they hold; None: those with pos = L.
         launch: as in `decode`.

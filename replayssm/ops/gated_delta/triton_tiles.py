@@ -123,8 +123,8 @@ def write_state(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
 ):
-    """Round the FP32 tile s [BV, BK] once into the checkpoint and once into the read copy (READ_COPY
-    None: there is none), both from the same values; count what saturated and was not finite."""
+    """Round the FP32 tile s [BV, BK] once into the checkpoint and, from the same values, once into
+    the read copy (READ_COPY None: there is none); count what saturated and what was not finite."""
     seed, sequence = tl.load(cursors.seed + slot), tl.load(cursors.sequence + slot)
     flush = tl.load(cursors.flushes + slot)
     key = (seed, layer, flush, sequence)

@@ -1,0 +1,568 @@
+"""Gated DeltaNet kernels against the float64 recurrence, and stored codes against `formats`.
+
+Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`). Unused ring slots
+and outputs start as NaN everywhere, and the pool has its slots in another order than the rows, and
+one to spare.
+"""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from recurrence_cases import make_inputs, relative, take_rows, take_tokens
+
+from replayssm.formats.quantized import Quantized
+from replayssm.formats.storage import STORAGES
+from replayssm.ops.gated_delta.reference import (
+    GatedDeltaGeometry,
+    GatedDeltaInputs,
+    recurrence,
+    ring_layout,
+)
+from replayssm.ops.gated_delta.triton_decode import decode, step
+from replayssm.ops.gated_delta.triton_flush import flush
+from replayssm.ops.gated_delta.triton_launch import Launch
+from replayssm.ops.gated_delta.triton_window import window
+from replayssm.ops.triton_common import Cursors, commit, new_cursors
+from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes with NumPy, which warns where a GPU does not.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+
+# FP32 accuracy: a sum of a hundred products in any order.
+FP32_ACCURATE = 5e-7
+LAYER = 9
+SMALL = dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16)
+# Widths that are no power of two; one, two and three value heads a key head.
+SHAPES = {
+    "r1-k80-v96": dict(num_k_heads=2, num_v_heads=2, head_k_dim=80, head_v_dim=96),
+    "r2-k96-v80": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=80),
+    "r3-k16-v5": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
+}
+STORED = pytest.mark.parametrize("name", STORAGES)
+READ = pytest.mark.parametrize("name", [name for name in STORAGES if "-sr" not in name])
+
+
+class Pool(NamedTuple):
+    """S slots as a cache would hold them on the device."""
+
+    policy: PrecisionPolicy
+    checkpoint: Quantized
+    read_copy: Quantized | None
+    ring: dict[str, torch.Tensor]
+    cursors: Cursors
+
+    @property
+    def read(self):
+        return self.checkpoint if self.read_copy is None else self.read_copy
+
+    def run(self, inputs, launch=None):
+        """Outputs of all tokens in one launch; commits nothing."""
+        op = decode if inputs.q.shape[1] == 1 else window
+        return op(self.read, self.ring, self.policy, self.cursors, inputs, launch=launch)
+
+    def step(self, inputs):
+        """Outputs of one token, committed; full rings flushed."""
+        copies = (self.checkpoint, self.read_copy)
+        return step(*copies, self.ring, self.policy, self.cursors, inputs, layer=LAYER)
+
+    def commit(self, *accepted):
+        commit(self.cursors, torch.tensor(accepted, device=DEVICE))
+
+    def flush(self, rows=None):
+        rows = None if rows is None else torch.tensor(rows, device=DEVICE)
+        copies = (self.checkpoint, self.read_copy)
+        flush(*copies, self.ring, self.policy, self.cursors, {}, layer=LAYER, rows=rows)
+
+    def tensors(self):
+        """Every tensor of the pool but the cursors, by name."""
+        tensors = {f"ring {name}": tensor for name, tensor in self.ring.items()}
+        for part in ("checkpoint", "read_copy"):
+            stored = getattr(self, part)
+            if stored is not None:
+                tensors |= {f"{part} {name}": t for name, t in stored.tensors().items()}
+        return tensors
+
+    def bytes(self):
+        """A copy of `tensors`, as bytes."""
+        return {name: as_bytes(tensor) for name, tensor in self.tensors().items()}
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().clone().view(torch.uint8)
+
+
+def make_pool(policy, shape, *, ring_len=16, slots=(2, 0), dtype=torch.float32, state=None):
+    """A pool of one slot more than rows, holding random states; slot s is request 10 + s."""
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    geometry = GatedDeltaGeometry(**shape)
+    count = max(slots) + 1
+    generator = torch.Generator().manual_seed(4)
+    if state is None:
+        state = torch.randn(count, *geometry.state_shape, generator=generator)
+    copies = []
+    for storage in (policy.checkpoint, policy.read_copy):
+        bits = None
+        if storage is not None and storage.needs_random_bits:
+            bits = torch.zeros(state.shape, dtype=torch.int32)
+        copies.append(storage and storage.write(state, bits).map(lambda t: t.to(DEVICE)))
+    recompute = policy.read_copy is not None and policy.update_source == "checkpoint"
+    ring = {}
+    for name, (heads, *width) in ring_layout(geometry, recompute=recompute).items():
+        held = dtype if name in ("k", "v") else torch.float32
+        shape = (count, heads, ring_len, *width)
+        ring[name] = torch.full(shape, math.nan, dtype=held, device=DEVICE)
+    numbers = torch.arange(count, device=DEVICE)
+    rows = torch.tensor(slots, device=DEVICE)
+    cursors = new_cursors(rows, sequence=numbers + 10, seed=numbers * 0 + 77)
+    return Pool(policy, *copies, ring, cursors)
+
+
+def inputs_for(shape, batch, tokens, **options):
+    inputs = make_inputs("gated_delta", shape, batch, tokens, **options)
+    return GatedDeltaInputs(*(t.to(DEVICE) for t in inputs))
+
+
+def values(stored, storage):
+    """FP32 values of a stored state, on the CPU."""
+    return storage.read(stored.map(lambda t: t.cpu()))
+
+
+def expected(state, inputs):
+    """Outputs and state of the float64 recurrence, on the CPU."""
+    inputs = GatedDeltaInputs(*(t.cpu() for t in inputs))
+    return recurrence(state.double(), inputs)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        tensor = empty(*size, **options)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+# ---- outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp32+fp32"], ids=["one-copy", "recompute"])
+@pytest.mark.parametrize(
+    "shape, ring_len, windows",
+    [
+        ("r1-k80-v96", 1, (1,)),
+        ("r1-k80-v96", 16, (3, 1, 7)),
+        ("r2-k96-v80", 5, (1, 4)),
+        ("r2-k96-v80", 32, (27, 5)),
+        ("r3-k16-v5", 5, (5,)),
+        ("r3-k16-v5", 40, (1, 32, 2)),
+    ],
+)
+def test_outputs_and_state_equal_the_float64_recurrence(shape, policy, ring_len, windows):
+    shape = SHAPES[shape]
+    pool = make_pool(policy, shape, ring_len=ring_len)
+    inputs = inputs_for(shape, 2, sum(windows))
+    state = values(pool.checkpoint, pool.policy.checkpoint)[[2, 0]]
+    outputs, done = [], 0
+    for tokens in windows:
+        outputs.append(pool.run(take_tokens(inputs, done, done + tokens)))
+        pool.commit(tokens, tokens)
+        done += tokens
+    want, last = expected(state, inputs)
+    assert relative(torch.cat(outputs, 1).cpu(), want) < FP32_ACCURATE
+    pool.flush([True, True])
+    assert relative(values(pool.checkpoint, pool.policy.checkpoint)[[2, 0]], last) < FP32_ACCURATE
+    assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
+
+
+@READ
+def test_outputs_read_every_format_and_write_no_state(name):
+    """Against the recurrence from the values that the codes stand for."""
+    shape = dict(num_k_heads=1, num_v_heads=2, head_k_dim=80, head_v_dim=16)
+    pool = make_pool(name, shape)
+    inputs = inputs_for(shape, 2, 5)
+    want, _ = expected(values(pool.read, pool.policy.read_storage)[[2, 0]], inputs)
+    before = pool.bytes()
+    one = pool.run(take_tokens(inputs, 0, 1))
+    pool.commit(1, 1)
+    four = pool.run(take_tokens(inputs, 1, 5))
+    assert relative(torch.cat((one, four), 1).cpu(), want) < FP32_ACCURATE
+    for part, stored in pool.bytes().items():
+        if part.startswith("ring"):
+            assert torch.isnan(pool.ring[part[5:]][:, :, 5:]).all()
+        else:
+            assert torch.equal(stored, before[part]), part
+
+
+@pytest.mark.parametrize("decay", [-40.0, 0.0])
+def test_extreme_decays(decay):
+    inputs = inputs_for(SMALL, 2, 16)
+    inputs = inputs._replace(g=torch.full_like(inputs.g, decay))
+    pool = make_pool("fp32", SMALL)
+    want, last = expected(pool.checkpoint.data.cpu()[[2, 0]], inputs)
+    assert relative(pool.run(inputs).cpu(), want) < FP32_ACCURATE
+    pool.commit(16, 16)
+    pool.flush()
+    assert relative(pool.checkpoint.data.cpu()[[2, 0]], last) < FP32_ACCURATE
+
+
+def test_repeated_keys_do_not_spoil_the_solve():
+    """β = 1 and equal keys: the worst case for a product form of the inverse."""
+    inputs = inputs_for(SMALL, 2, 32)
+    k = inputs.k[:, :1].expand_as(inputs.k)
+    inputs = inputs._replace(k=k, g=inputs.g * 0, beta=torch.ones_like(inputs.beta))
+    pool = make_pool("fp32", SMALL, ring_len=32)
+    want, last = expected(pool.checkpoint.data.cpu()[[2, 0]], inputs)
+    assert relative(pool.run(inputs).cpu(), want) < FP32_ACCURATE
+    pool.commit(32, 32)
+    pool.flush()
+    assert relative(pool.checkpoint.data.cpu()[[2, 0]], last) < FP32_ACCURATE
+
+
+def test_a_window_of_one_token_equals_decode():
+    inputs = inputs_for(SMALL, 2, 4)
+    one, other = make_pool("nvfp4", SMALL), make_pool("nvfp4", SMALL)
+    for pool in (one, other):
+        pool.run(take_tokens(inputs, 0, 3))
+        pool.commit(3, 1)
+    last = take_tokens(inputs, 3, 4)
+    by_window = window(other.read, other.ring, other.policy, other.cursors, last)
+    assert relative(one.run(last), by_window) < FP32_ACCURATE
+    assert relative(one.ring["u"][2, :, :4], other.ring["u"][2, :, :4]) < FP32_ACCURATE
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_launch_parameters_change_no_number(heads):
+    shape = SHAPES["r3-k16-v5"] | {"head_v_dim": 40}
+    inputs = inputs_for(shape, 2, 5)
+    default, other = make_pool("fp16", shape), make_pool("fp16", shape)
+    launch = Launch(block_v=16, heads=heads, num_warps=2, num_stages=1)
+    for tokens in (take_tokens(inputs, 0, 1), take_tokens(inputs, 1, 5)):
+        assert relative(other.run(tokens, launch), default.run(tokens)) < FP32_ACCURATE
+        default.commit(1, 1)
+        other.commit(1, 1)
+
+
+# ---- ring ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrive", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16])
+def test_tokens_are_rounded_on_append_before_they_are_used(arrive, held):
+    """Outputs and state are those of the rounded tokens."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[held]
+    pool = make_pool(f"fp32+fp32:ring={name}", SMALL, dtype=held)
+    inputs = inputs_for(SMALL, 2, 5, ring=None if arrive == torch.float32 else arrive)
+    rounded = inputs._replace(
+        **{n: STORAGES[name].read(STORAGES[name].write(getattr(inputs, n).cpu())) for n in "kv"}
+    )
+    want, last = expected(pool.checkpoint.data.cpu()[[2, 0]], rounded)
+    one = pool.run(take_tokens(inputs, 0, 1))
+    pool.commit(1, 1)
+    out = torch.cat((one, pool.run(take_tokens(inputs, 1, 5))), 1)
+    assert relative(out.cpu(), want) < FP32_ACCURATE
+    assert torch.equal(pool.ring["k"][2, :, :5].cpu(), rounded.k[0].transpose(0, 1).to(held))
+    assert torch.equal(pool.ring["v"][0, :, :5].cpu(), rounded.v[1].transpose(0, 1).to(held))
+    pool.commit(4, 4)
+    pool.flush([1, 1])
+    assert relative(pool.checkpoint.data.cpu()[[2, 0]], last) < FP32_ACCURATE
+
+
+def test_inputs_may_be_parts_of_one_projection():
+    """q, k, v as views of one tensor give the same bits as dense tensors."""
+    inputs = inputs_for(SMALL, 2, 4)
+    flat = torch.cat([t.flatten(2) for t in inputs[:3]], -1)
+    parts = flat.split([t.flatten(2).shape[-1] for t in inputs[:3]], -1)
+    views = inputs._replace(
+        **{n: p.view(t.shape) for n, p, t in zip("qkv", parts, inputs[:3], strict=True)}
+    )
+    assert not views.v.is_contiguous()
+    for tokens in (1, 4):
+        got = make_pool("fp32", SMALL).run(take_tokens(views, 0, tokens))
+        assert torch.equal(got, make_pool("fp32", SMALL).run(take_tokens(inputs, 0, tokens)))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4", "fp32+nvfp4:update=read"])
+def test_rejected_drafts_leave_no_trace(policy):
+    """Rows accept 3 and 0 of 4 drafts; what they rejected is replaced by NaN and never read."""
+    inputs = inputs_for(SMALL, 2, 4)
+    pool, clean = make_pool(policy, SMALL), make_pool(policy, SMALL)
+    pool.run(inputs)
+    pool.commit(3, 0)
+    for name in pool.ring:
+        pool.ring[name][2, :, 3:] = math.nan
+        pool.ring[name][0] = math.nan
+    clean.run(take_tokens(inputs, 0, 3))
+    clean.commit(3, 0)
+    following = inputs_for(SMALL, 2, 2, seed=8)
+    assert relative(pool.run(following), clean.run(following)) < FP32_ACCURATE
+    pool.commit(2, 2)
+    pool.flush([1, 1])
+    assert torch.isfinite(values(pool.checkpoint, pool.policy.checkpoint)).all()
+
+
+def test_a_window_without_room_gives_nan_and_touches_no_neighbour():
+    inputs = inputs_for(SMALL, 2, 4)
+    pool = make_pool("fp32", SMALL, ring_len=5)
+    pool.run(inputs)
+    pool.commit(4, 1)
+    before = pool.bytes()
+    out = pool.run(inputs)
+    assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
+    pool.commit(1, 0)
+    assert torch.isnan(pool.run(take_tokens(inputs, 0, 1))[0]).all()
+    k = pool.ring["k"]
+    assert torch.equal(as_bytes(k[1]), before["ring k"].view_as(as_bytes(k))[1])
+    assert torch.isnan(k[1]).all()
+
+
+# ---- rows ------------------------------------------------------------------------------------
+
+
+def test_rows_do_not_depend_on_slots_neighbours_or_padding():
+    """A request alone and among desynchronised rows: the same bits, random ones included."""
+    policy = "fp16-sr+nvfp4-sr"
+    inputs = inputs_for(SMALL, 3, 6)
+    state = torch.randn(3, *GatedDeltaGeometry(**SMALL).state_shape)
+
+    def decoded(order, slots, requests):
+        count = max(slots) + 1
+        by_slot = torch.zeros(count, *state.shape[1:])
+        for row, slot in zip(order, slots, strict=True):
+            if slot >= 0:
+                by_slot[slot] = state[row]
+        pool = make_pool(policy, SMALL, slots=slots, ring_len=5, state=by_slot)
+        for row, slot in zip(order, slots, strict=True):
+            if slot >= 0:
+                pool.cursors.sequence[slot] = requests[row]
+        # Rows enter at different steps, so their rings fill at different steps.
+        outputs = []
+        for t in range(6):
+            live = [slot if t >= row else -1 for row, slot in zip(order, slots, strict=True)]
+            now = pool._replace(cursors=pool.cursors._replace(slots=torch.tensor(live).to(DEVICE)))
+            rows = take_rows(inputs, list(order))
+            outputs.append(now.step(take_tokens(rows, t, t + 1)))
+        return torch.cat(outputs, 1), pool
+
+    requests = {0: 5, 1: 9, 2: 4}
+    out, pool = decoded((0, 1, 2, 0), (3, 0, 1, -1), requests)
+    assert not out[3].any(), "outputs of a padding row are zero"
+    assert pool.cursors.pos.tolist() == [0, 4, 0, 1] and pool.cursors.flushes.tolist() == [
+        1,
+        0,
+        0,
+        1,
+    ]
+    for row, slot in ((0, 3), (1, 0), (2, 1)):
+        alone, other = decoded((row,), (0,), requests)
+        assert torch.equal(alone[0], out[row])
+        for name, stored in other.bytes().items():
+            got = pool.bytes()[name]
+            assert torch.equal(stored[0], got[slot]), name
+    assert pool.cursors.arrivals.tolist() == [0] * 4
+
+
+# ---- flush -----------------------------------------------------------------------------------
+
+
+def flushed(policy, shape, ring_len=5):
+    """A pool after two rows flushed full rings, and the float64 state before rounding."""
+    pool = make_pool(policy, shape, ring_len=ring_len)
+    inputs = inputs_for(shape, 2, ring_len)
+    _, last = expected(values(pool.checkpoint, pool.policy.checkpoint)[[2, 0]], inputs)
+    pool.run(inputs)
+    pool.commit(ring_len, ring_len)
+    pool.cursors.flushes.fill_(6)
+    pool.flush()
+    return pool, last
+
+
+def assert_codes(pool, stored, storage, state, stream):
+    """Flushed rows of `stored` hold what `formats` makes of FP32 `state`, to the last bit."""
+    per_slot = {n: getattr(pool.cursors, n).cpu() for n in ("seed", "sequence")}
+    bits = storage.draw_bits(
+        state.shape, layer=LAYER, stream=stream, flush_index=torch.full((3,), 6), **per_slot
+    )
+    want = storage.write(state, bits)
+    for name, tensor in want.tensors().items():
+        got = stored.tensors()[name].cpu()
+        assert torch.equal(as_bytes(got[[2, 0]]), as_bytes(tensor[[2, 0]])), name
+    return want.saturated
+
+
+@STORED
+def test_read_copy_codes_are_those_of_formats(name):
+    """u is recomputed against the FP32 checkpoint; the copy is rounded from the same FP32 state."""
+    shape = dict(num_k_heads=1, num_v_heads=1, head_k_dim=80, head_v_dim=24)
+    pool, last = flushed(f"fp32+{name}", shape)
+    state = pool.checkpoint.data.cpu()
+    assert relative(state[[2, 0]], last) < FP32_ACCURATE
+    assert_codes(pool, pool.read_copy, STORAGES[name], state, READ_COPY_STREAM)
+
+
+@STORED
+def test_checkpoint_codes_are_those_of_formats(name):
+    """The FP32 state that was rounded is seen through an FP32 read copy."""
+    pool, last = flushed(f"{name}+fp32", SMALL)
+    state = pool.read_copy.data.cpu()
+    assert relative(state[[2, 0]], last) < FP32_ACCURATE
+    saturated = assert_codes(pool, pool.checkpoint, STORAGES[name], state, CHECKPOINT_STREAM)
+    assert torch.equal(pool.cursors.saturated[[2, 0]].cpu(), saturated[[2, 0]])
+
+
+def test_update_source_read_folds_what_was_read():
+    """The correction made from a coarse copy enters the checkpoint, as the reference has it."""
+    inputs = inputs_for(SMALL, 2, 5)
+    leaky = make_pool("fp32+nvfp4:update=read", SMALL, ring_len=5)
+    state = leaky.checkpoint.data.cpu()[[2, 0]]
+    leaky.run(inputs)
+    u = leaky.ring["u"][[2, 0]].cpu().double()  # [2, HV, 5, V]
+    leaky.commit(5, 5)
+    leaky.flush()
+    k = inputs.k.cpu().double().repeat_interleave(2, 2)
+    want = state.double()
+    for t in range(5):
+        want = want * inputs.g.cpu().double()[:, t].exp()[..., None, None]
+        want = want + u[:, :, t, :, None] * k[:, t, :, None]
+    assert relative(leaky.checkpoint.data.cpu()[[2, 0]], want) < FP32_ACCURATE
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-sr", "int8-sr", "nvfp4", "fp32+fp8"])
+def test_step_is_decode_then_commit_then_flush(policy):
+    one, other = make_pool(policy, SMALL, ring_len=2), make_pool(policy, SMALL, ring_len=2)
+    inputs = inputs_for(SMALL, 2, 4)
+    for t in range(4):
+        token = take_tokens(inputs, t, t + 1)
+        out = one.step(token)
+        want = other.run(token)
+        assert relative(out, want) < FP32_ACCURATE
+        other.commit(1, 1)
+        other.flush()
+        assert one.cursors.pos.tolist() == other.cursors.pos.tolist()
+        assert one.cursors.flushes.tolist() == other.cursors.flushes.tolist()
+        # The fold is the same sum in another order: now and then a code falls to the other side.
+        a, b = (values(pool.checkpoint, pool.policy.checkpoint) for pool in (one, other))
+        if policy.startswith("fp32"):
+            assert relative(a, b) < FP32_ACCURATE
+        else:
+            assert float((a != b).double().mean()) < 5e-3
+        for name, tensor in other.tensors().items():
+            tensor.copy_(one.tensors()[name])
+
+
+def test_only_rows_that_are_due_flush():
+    pool = make_pool("fp32", SMALL, ring_len=5)
+    pool.run(inputs_for(SMALL, 2, 5))
+    pool.commit(4, 5)
+    before = pool.checkpoint.data.clone()
+    pool.flush()
+    assert torch.equal(pool.checkpoint.data[1:], before[1:])
+    assert not torch.equal(pool.checkpoint.data[0], before[0])
+    assert pool.cursors.pos.tolist() == [0, 0, 4] and pool.cursors.flushes.tolist() == [1, 0, 0]
+    pool.flush([True, False])
+    assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
+
+
+def test_overflow_and_non_finite_states_are_counted():
+    state = torch.full((3, *GatedDeltaGeometry(**SMALL).state_shape), 7e4)
+    state[0, 1, 2, 3] = math.inf
+    pool = make_pool("fp32+fp16", SMALL, ring_len=1, state=state)
+    pool.run(inputs_for(SMALL, 2, 1))
+    pool.commit(1, 1)
+    pool.flush()
+    want = pool.policy.read_copy.write(pool.checkpoint.data.cpu()).saturated
+    assert want[2] > 100 and torch.equal(pool.cursors.saturated[[2, 0]].cpu(), want[[2, 0]])
+    not_finite = (~pool.checkpoint.data.isfinite()).flatten(1).sum(1)
+    assert not_finite[0] > 0 and torch.equal(pool.cursors.not_finite, not_finite)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    inputs = inputs_for(SMALL, 2, 1)
+    with pytest.raises(ValueError, match="operand 'bf16'"):
+        make_pool("fp32:operand=bf16", SMALL).run(inputs)
+    pool = make_pool("fp32", SMALL, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="ring k is torch.float8_e4m3fn"):
+        pool.run(inputs)
+    with pytest.raises(ValueError, match="6 tokens"):
+        make_pool("fp32", SMALL, ring_len=5).run(inputs_for(SMALL, 2, 6))
+    pool = make_pool("fp32+nvfp4", SMALL)
+    with pytest.raises(ValueError, match="read_copy is None, policy fp32"):
+        pool._replace(read_copy=None).flush()
+
+
+# ---- real sizes ------------------------------------------------------------------------------
+
+QWEN = dict(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4", "fp32+fp8"])
+def test_gpu_real_sizes_against_float64(policy):
+    """Two rings of tokens in BF16, by steps and by windows; the state after each flush."""
+    pools = [make_pool(policy, QWEN, dtype=torch.bfloat16, slots=(2, 0, 3, 1)) for _ in range(2)]
+    inputs = inputs_for(QWEN, 4, 32, ring=torch.bfloat16)
+    by_step, by_window = pools
+    outputs = torch.cat([by_step.step(take_tokens(inputs, t, t + 1)) for t in range(32)], 1)
+    windows = []
+    for start in (0, 16):
+        windows.append(by_window.run(take_tokens(inputs, start, start + 16)))
+        by_window.commit(16, 16, 16, 16)
+        by_window.flush()
+    # Later rings read copies of states that differ in the last bit, so single codes may differ.
+    same = 32 if policy == "fp32" else 16
+    assert relative(torch.cat(windows, 1)[:, :same], outputs[:, :same]) < FP32_ACCURATE
+    state = make_pool(policy, QWEN, slots=(2, 0, 3, 1)).checkpoint.data[[2, 0, 3, 1]]
+    wide = GatedDeltaInputs(*(t.double() for t in inputs))
+    want, last = recurrence(state.double(), wide)
+    for pool in pools:
+        assert relative(pool.checkpoint.data[[2, 0, 3, 1]], last) < 1e-6
+    if policy == "fp32":
+        assert relative(outputs, want) < 1e-6
+
+
+@pytest.mark.gpu
+def test_gpu_error_after_4096_tokens():
+    """FP32, decay .999: no accumulation beyond what FP32 itself does."""
+    shape = QWEN | {"num_k_heads": 2, "num_v_heads": 4}
+    pool = make_pool("fp32", shape, dtype=torch.bfloat16)
+    inputs = inputs_for(shape, 2, 4096, ring=torch.bfloat16)
+    inputs = inputs._replace(g=torch.full_like(inputs.g, math.log(0.999)))
+    want, last = recurrence(
+        pool.checkpoint.data[[2, 0]].double(), GatedDeltaInputs(*(t.double() for t in inputs))
+    )
+    outputs = torch.cat([pool.step(take_tokens(inputs, t, t + 1)) for t in range(4096)], 1)
+    assert relative(outputs, want) < 1e-5
+    assert relative(pool.checkpoint.data[[2, 0]], last) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp16-sr", "fp16-sr+nvfp4"])
+def test_gpu_a_captured_step_replays_any_schedule(policy):
+    """One graph, replayed over rows that flush at different steps: the bits of eager launches."""
+    captured, eager = (make_pool(policy, QWEN, dtype=torch.bfloat16) for _ in range(2))
+    inputs = inputs_for(QWEN, 2, 24, ring=torch.bfloat16)
+    for pool in (captured, eager):
+        pool.run(take_tokens(inputs, 0, 4))
+        pool.commit(4, 1)
+        pool.step(take_tokens(inputs, 4, 5))  # compiles
+    static = GatedDeltaInputs(*(t[:, :1].clone() for t in inputs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = captured.step(static)
+    for t in range(5, 24):
+        for buffer, tensor in zip(static, inputs, strict=True):
+            buffer.copy_(tensor[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(outputs, eager.step(take_tokens(inputs, t, t + 1)))
+    assert captured.cursors.flushes.tolist() == eager.cursors.flushes.tolist()
+    for name, stored in captured.bytes().items():
+        assert torch.equal(stored, eager.bytes()[name]), name
