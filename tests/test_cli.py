@@ -198,13 +198,13 @@ def test_help_does_not_wait_for_torch():
         "cli.main(['models'])\n"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Exit codes" in done.stdout
 
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "replayssm", "models"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "replayssm", "models"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and "qwen3_5" in done.stdout

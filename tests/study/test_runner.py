@@ -186,7 +186,7 @@ def test_kill_minus_nine_ten_times_then_finish_is_byte_identical(tmp_path):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=110,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     word, hit, state = done.stdout.split()[-3:]
