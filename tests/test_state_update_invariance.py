@@ -54,6 +54,19 @@ def test_slots_neighbours_and_padding_change_nothing(name, policy, ring_len, tok
         assert same_cache(other, cache.select(index))
 
 
+@pytest.mark.parametrize("name", ALIGNED)
+@pytest.mark.parametrize("tokens", [1, 16, 70, 128])
+def test_prefill_of_a_row_does_not_depend_on_the_batch(name, tokens):
+    recurrence, geometry = GEOMETRIES[name]
+    update = make_update(recurrence, "fp32", geometry)
+    inputs = make_inputs(recurrence, geometry, 4, tokens)
+    outputs, state = update.prefill(None, inputs)
+    for rows in ([2], [3, 0]):
+        index = torch.tensor(rows)
+        part, last = update.prefill(None, take_rows(inputs, index))
+        assert torch.equal(part, outputs[index]) and torch.equal(last, state[index])
+
+
 @RECURRENCE
 def test_identical_rows_agree_exactly(recurrence):
     """Two rows of one policy are the noise floor of a study: their difference is 0, not 1e-7."""
