@@ -82,35 +82,36 @@ def decode_kernel(
     past = record < count
     fits = count < L  # a ring without room is a caller's mistake; no number may come of it
     key_head = group * HEADS // (HV // HK)
-    keys = ring.k + (slot * HK + key_head) * L * K
-    k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
     at_key = key_head * K + column
     k = tl.load(tokens.k + row * tokens.k_row + at_key, mask=in_k, other=0.0)
     k = as_held(k, tokens.k, ring.k)  # [BK]
     q = tl.load(tokens.q + row * tokens.q_row + at_key, mask=in_k, other=0.0).to(tl.float32)
-    past_k, past_q = tl.sum(k_past * k[None, :], 1), tl.sum(k_past * q[None, :], 1)  # [BL]
-    k_q = tl.sum(k * q, 0)
-    if (tile == 0) & (group * HEADS % (HV // HK) == 0):
-        tl.store(keys + count * K + column, k.to(ring.k.dtype.element_ty), mask=in_k & fits)
+    keys = ring.k + (slot * HK + key_head) * L * K
+    k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
 
     for i in tl.static_range(HEADS):
+        # Loads come first and the first reduction after the state's: it brings a barrier, which no
+        # load may cross.
         head = group * HEADS + i
-        in_rows = None if V % BV == 0 else in_v
-        state_row = head * V + value
-        state_k, state_q = matvec(read, slot, state_row, in_rows, k, q, V, K, BK, READ)
-
         first = (slot * HV + head) * L  # this head's oldest record
-        g = tl.load(tokens.g + row * tokens.g_row + head)
-        log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)
-        now = last(log_decay, BL) + g
-        from_past, from_state = decay(now, log_decay), decay(now, 0.0)
+        g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
         u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
-        predicted = from_state * state_k + tl.sum(u_past * (from_past * past_k)[:, None], 0)
-        answer = from_state * state_q + tl.sum(u_past * (from_past * past_q)[:, None], 0)
-
+        g = tl.load(tokens.g + row * tokens.g_row + head)
         beta = tl.load(tokens.beta + row * tokens.beta_row + head)
         v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
         v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
+        state_row = head * V + value
+        in_rows = None if V % BV == 0 else in_v
+        state_k, state_q = matvec(read, slot, state_row, in_rows, k, q, V, K, BK, READ)
+        if i == 0:
+            past_k, past_q = tl.sum(k_past * k[None, :], 1), tl.sum(k_past * q[None, :], 1)  # [BL]
+            k_q = tl.sum(k * q, 0)
+
+        log_decay = tl.cumsum(g_past, 0)
+        now = last(log_decay, BL) + g
+        from_past, from_state = decay(now, log_decay), decay(now, 0.0)
+        predicted = from_state * state_k + tl.sum(u_past * (from_past * past_k)[:, None], 0)
+        answer = from_state * state_q + tl.sum(u_past * (from_past * past_q)[:, None], 0)
         u = beta * (v - predicted)  # [BV]
         answer = tl.where(fits, answer + u * k_q, float("nan"))
         tl.store(out + i * V, answer, mask=in_v)
@@ -119,6 +120,9 @@ def decode_kernel(
         tl.store(ring.u + here * V + value, u, mask=in_v & fits)
         if ring.v is not None:
             tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v & fits)
+        if (tile == 0) & (head % (HV // HK) == 0):
+            k_held = k.to(ring.k.dtype.element_ty)
+            tl.store(keys + count * K + column, k_held, mask=in_k & fits)
         if tile == 0:
             tl.store(ring.g + here, g, mask=fits)
             if ring.beta is not None:
