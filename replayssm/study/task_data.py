@@ -95,10 +95,9 @@ def state_recall(**options) -> dict:
     """
     del options
     rows = []
-    for distance in RECALL_DISTANCES:
-        characters = int(distance * corpus.CHARS_PER_TOKEN)
-        for seed in range(RECALL_QUESTIONS):
-            made = corpus.recall_document(seed, characters)
+    for seed in range(RECALL_QUESTIONS):  # the first questions cover all distances
+        for distance in RECALL_DISTANCES:
+            made = corpus.recall_document(seed, int(distance * corpus.CHARS_PER_TOKEN))
             rows.append(
                 {"context": made.context, "answer": made.answer.strip(), "group": str(distance)}
             )
@@ -146,9 +145,7 @@ def _find(folder: str, *names: str, help: str = "") -> Path:
     for name in names:
         if (Path(folder) / name).is_file():
             return Path(folder) / name
-    raise ValueError(
-        f"{folder} (--data-dir) has no {names[0]}" + (f". {help}" if help else "")
-    )
+    raise ValueError(f"{folder} (--data-dir) has no {names[0]}" + (f". {help}" if help else ""))
 
 
 def _read_jsonl(path: Path) -> list[dict]:
