@@ -73,6 +73,18 @@ def arrive(cursors, slot, programs):
     return last
 
 
+@triton.jit
+def prefix_sums(v):
+    """Sums over the first 1 ... A rows of v [A, C], FP32 [A, C].
+
+    Every sum adds in the order of one tree over all rows, with zeros for later ones: where v never
+    is positive, the sums never grow. (`tl.cumsum` fails to compile beside products on Triton 3.6.)
+    """
+    i = tl.arange(0, v.shape[0])
+    included = i[None, :] <= i[:, None]
+    return tl.sum(tl.where(included[:, :, None], v[None, :, :], 0.0), 1)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return triton.knobs.runtime.interpret

@@ -34,7 +34,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import reads_words, stored
 from replayssm.ops.quantize.tiles import load_tile, matvec
-from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -81,7 +81,7 @@ def decode_kernel(
         in_heads, pos, first_p == 0, 1, L, BL, FP32_RECORDS,
     )  # fmt: skip
     rate = tl.load(A + head, mask=in_heads, other=0.0)
-    log_decay = tl.cumsum(rate[None, :] * dt, 0)  # [BL, HEADS]
+    log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
     x_ring, x_new = ring.x + slot * ring.x_slot, tokens.x + row * tokens.x_row
     x = load_records(
         x_ring, head_of * L * P + p, P, x_new, state_row, 0,

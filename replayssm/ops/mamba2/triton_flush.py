@@ -25,7 +25,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile
-from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -69,7 +69,7 @@ def flush_kernel(
             in_tile, pos, False, 0, L, BL, RING,
         )  # fmt: skip
         rate = tl.load(A + head, mask=head < H, other=0.0)
-        log_decay = tl.cumsum(rate[None, :] * dt, 0)
+        log_decay = prefix_sums(rate[None, :] * dt)
         state = fold(state, x, B, dt, log_decay, BP, PRECISION)
         write_state(
             state, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,

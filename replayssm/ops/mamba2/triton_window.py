@@ -27,7 +27,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, exact_dot
+from replayssm.ops.triton_common import Cursors, exact_dot, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -39,27 +39,35 @@ def window_kernel(
     T: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr,
     D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
-    WIDTH: tl.constexpr, LOOP: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a row / LOOP, B); HEADS is 1, LOOP tiles belong to one group."""
+    """Grid (tiles of a row / LOOP, B); HEADS is 1, LOOP tiles belong to one group.
+
+    Products over N are taken in PIECES, which bounds the registers an operand takes.
+    """
     row = tl.program_id(1)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     if slot < 0:
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    n, t, record = tl.arange(0, WIDTH), tl.arange(0, BT), tl.arange(0, BL)
+    t, record = tl.arange(0, BT), tl.arange(0, BL)
+    PIECE: tl.constexpr = WIDTH // PIECES
+    PIECE_N: tl.constexpr = N // PIECES
 
     first = tl.program_id(0) * LOOP
     group, first_p, head = tile_heads(first, H, P, G, HEADS, BP)
     starts_group = first % (((P + BP - 1) // BP) * (H // G)) == 0
-    B = load_records(
-        ring.B + slot * ring.B_slot + group * L * N, n, N,
-        tokens.B + row * tokens.B_row + group * N, n, tokens.B_token,
-        n < N, pos, starts_group, T, L, BL, RING,
-    )  # fmt: skip
-    C_at = row * tokens.C_row + group * N + t[None, :] * tokens.C_token + n[:, None]
-    C = tl.load(tokens.C + C_at, mask=(t < T)[None, :] & (n < N)[:, None], other=0).to(tl.float32)
-    bc = exact_dot(B, C, tl.zeros([BL, BT], tl.float32), PRECISION)  # [BL, BT]
+    C_row = tokens.C + row * tokens.C_row + group * N
+    bc = tl.zeros([BL, BT], tl.float32)
+    for piece in tl.static_range(PIECES):
+        n = piece * PIECE + tl.arange(0, PIECE)
+        B = load_records(
+            ring.B + slot * ring.B_slot + group * L * N, n, N,
+            tokens.B + row * tokens.B_row + group * N, n, tokens.B_token,
+            n < N, pos, starts_group, T, L, BL, RING,
+        )  # fmt: skip
+        C = _load_columns(C_row, n, t, tokens.C_token, N, T)
+        bc = exact_dot(B, C, bc, PRECISION)
     causal = (record[:, None] <= pos + t[None, :]) & (t < T)[None, :]
     bc = tl.where(causal, bc, 0.0)
 
@@ -68,7 +76,6 @@ def window_kernel(
         head_of, p, state_row = tile_rows(first_p, head, P, BP)
         in_tile = (head_of < H) & (p < P)
         in_rows = None if P % BP == 0 else in_tile
-        state = load_unscaled(read, slot, state_row, in_rows, N, WIDTH, READ)
         dt = load_records(
             ring.dt + slot * ring.dt_slot, head * L, 1, tokens.dt + row * tokens.dt_row, head,
             tokens.dt_token, head < H, pos, first_p == 0, T, L, BL, FP32_RECORDS,
@@ -79,11 +86,18 @@ def window_kernel(
             tokens.x_token, in_tile, pos, True, T, L, BL, RING,
         )  # fmt: skip
         rate = tl.load(A + head, mask=head < H, other=0.0)
-        log_decay = tl.cumsum(rate[None, :] * dt, 0)  # [BL, 1]
+        log_decay = prefix_sums(rate[None, :] * dt)  # [BL, 1]
         is_now = record[:, None] == pos + t[None, :]
         now = tl.sum(tl.where(is_now, log_decay, 0.0), 0)[None, :]  # [1, BT], one term each
 
-        y = exact_dot(state, C, tl.zeros([BP, BT], tl.float32), PRECISION)
+        y = tl.zeros([BP, BT], tl.float32)
+        for piece in tl.static_range(PIECES):
+            # A row of N is PIECES rows of N / PIECES.
+            state = load_unscaled(
+                read, slot, state_row * PIECES + piece, in_rows, PIECE_N, PIECE, READ
+            )
+            n = piece * PIECE + tl.arange(0, PIECE)
+            y = exact_dot(state, _load_columns(C_row, n, t, tokens.C_token, N, T), y, PRECISION)
         y *= row_factor(read, slot, state_row, in_rows, P, READ)[:, None] * decay(now, 0.0)
         weights = bc * decay(now, log_decay) * dt
         y = exact_dot(tl.trans(x), weights, y, "ieee" if PRECISION == "ieee" else "tf32x3")
@@ -97,6 +111,13 @@ def window_kernel(
             y += skip.to(tl.float32)[:, None] * raw
         y = tl.where(pos + T <= L, y, float("nan"))
         tl.store(out + (row * T + t[None, :]) * (H * P) + state_row[:, None], y, mask=token)
+
+
+@triton.jit
+def _load_columns(base, n, t, pitch, N: tl.constexpr, T: tl.constexpr):
+    """FP32 [n, t] of vectors of N elements, one a token, `pitch` apart; 0 outside."""
+    at = base + t[None, :] * pitch + n[:, None]
+    return tl.load(at, mask=(t < T)[None, :] & (n < N)[:, None], other=0).to(tl.float32)
 
 
 def window(
@@ -120,6 +141,7 @@ def window(
     tiles = triton_launch.tiles(sizes, launch)
     per_group = tiles // sizes["G"]
     loop = launch.loop if per_group % launch.loop == 0 else 1
+    width = triton_launch.width(sizes, read)
     window_kernel[(tiles // loop, inputs.x.shape[0])](
         out,
         triton_launch.tokens(inputs),
@@ -136,7 +158,8 @@ def window(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         BT=max(16, triton.next_power_of_2(count)),
-        WIDTH=triton_launch.width(sizes, read),
+        WIDTH=width,
+        PIECES=triton_launch.pieces(sizes, read, width),
         LOOP=loop,
         **launch.options(),
     )

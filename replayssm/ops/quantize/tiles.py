@@ -150,9 +150,9 @@ def matvec(
             sum_b = e2m1_scaled(words, 0) * b_parts[0][None, :]
         for i in tl.static_range(1, 8):
             codes = e2m1_scaled(words, i)
-            sum_a += codes * a_parts[i][None, :]
+            sum_a = tl.fma(codes, a_parts[i][None, :], sum_a)
             if b is not None:
-                sum_b += codes * b_parts[i][None, :]
+                sum_b = tl.fma(codes, b_parts[i][None, :], sum_b)
         # The scale of each word's block.
         scales = stored.scale + slot * stored.scale_slot
         block = tl.arange(0, WORDS) * 8 // block_size(STORAGE)
@@ -269,7 +269,7 @@ def store_tile(
     ROUNDING: tl.constexpr = fact(STORAGE, "rounding")
     SCALES: tl.constexpr = scales_of(STORAGE)
     magnitude = magnitude_bits(x)
-    not_finite = tl.sum(tl.sum((magnitude >= 0x7F800000).to(tl.int32), 1), 0)
+    not_finite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
     random = None
     if random_bit_count(ROUNDING) > 0:
         random = random_bits(
@@ -312,4 +312,4 @@ def store_tile(
         store_matrix(data, row, in_rows, pack_pairs(codes), (COLS + 1) // 2, WIDTH // 2)
     else:
         store_matrix(data, row, in_rows, codes, COLS, WIDTH)
-    return tl.sum(tl.sum(over.to(tl.int32), 1), 0), not_finite
+    return tl.sum(over.to(tl.int32)), not_finite
