@@ -173,7 +173,7 @@ def decode(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    return _launch(read, ring, policy, cursors, inputs, 0, "decode", launch)
+    return _launch(read, ring, policy, cursors, inputs, launch)
 
 
 def step(
@@ -194,8 +194,10 @@ def step(
     """
     writes(policy, checkpoint, read_copy)
     if read_copy is None:
-        return _launch(checkpoint, ring, policy, cursors, inputs, layer, "step", launch)
-    out = _launch(read_copy, ring, policy, cursors, inputs, layer, "commit", launch)
+        return _launch(
+            checkpoint, ring, policy, cursors, inputs, launch, commits=True, folds=True, layer=layer
+        )
+    out = _launch(read_copy, ring, policy, cursors, inputs, launch, commits=True)
     flush(checkpoint, read_copy, ring, policy, cursors, {}, layer=layer)
     return out
 
@@ -206,17 +208,19 @@ def _launch(
     policy: PrecisionPolicy,
     cursors: Cursors,
     inputs: GatedDeltaInputs,
-    layer: int,
-    kernel: str,
     launch: Launch | None,
+    *,
+    commits: bool = False,
+    folds: bool = False,
+    layer: int = 0,
 ) -> Tensor:
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
-    fold, storage = kernel == "step", policy.read_storage
-    launch = launch or default_launch("step" if fold else "decode", policy, constants)
+    storage, rows = policy.read_storage, len(cursors.slots)
+    launch = launch or default_launch("step" if folds else "decode", policy, constants, rows)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     groups = constants["HV"] // launch.heads
-    decode_kernel[(launch.tiles(constants), groups, len(cursors.slots))](
+    decode_kernel[(launch.tiles(constants), groups, rows)](
         out,
         token_argument(inputs),
         ring,
@@ -225,11 +229,11 @@ def _launch(
         layer,
         **constants,
         READ=storage,
-        COMMIT=kernel != "decode",
-        FOLD=fold,
+        COMMIT=commits,
+        FOLD=folds,
         FULL=precision(ring.u.dtype, ring.k.dtype),
         HEADS=launch.heads,
-        **launch.options(storage if fold else None),
+        **launch.options(storage if folds else None),
         BV=launch.block_v,
     )
     return out

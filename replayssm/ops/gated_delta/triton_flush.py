@@ -133,7 +133,7 @@ def flush(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
-    launch = launch or default_launch("flush", policy, constants)
+    launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
     flush_kernel[(launch.tiles(constants), constants["HV"], len(cursors.slots))](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),

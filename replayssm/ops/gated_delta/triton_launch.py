@@ -89,25 +89,31 @@ class Launch:
         }
 
 
-# Value rows of a tile by kernel and bits of an element of what is read.
+# Value rows of a tile and warps, by kernel and bits of an element of what is read.
 _TABLE = {
-    "decode": {32: 64, 16: 64, 8: 64, 4: 128},
-    "step": {32: 64, 16: 64, 8: 64, 4: 128},
-    "flush": {32: 64, 16: 64, 8: 64, 4: 64},
-    "window": {32: 64, 16: 64, 8: 64, 4: 64},
+    "decode": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (128, 4)},
+    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
+    "flush": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
+    "window": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
 }
+_FEWEST_PROGRAMS = 256
 
 
-def default_launch(kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int]) -> Launch:
-    """Launch parameters of a kernel for a policy and a geometry."""
+def default_launch(
+    kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
+) -> Launch:
+    """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
     whole = power_of_two(constants["V"])
-    block_v = min(_TABLE[kernel][bits], whole)
     if kernel in ("step", "flush") and _scales_heads(policy):
-        block_v = whole
-    tile = block_v * constants["BK"]
-    return Launch(block_v=block_v, num_warps=8 if kernel != "decode" and tile > 1 << 13 else 4)
+        return Launch(block_v=whole, num_warps=8)
+    block_v, num_warps = _TABLE[kernel][bits]
+    block_v = min(block_v, whole)
+    # Few rows: smaller tiles, so that every multiprocessor has one.
+    while block_v > 16 and rows * constants["HV"] * (whole // block_v) < _FEWEST_PROGRAMS:
+        block_v //= 2
+    return Launch(block_v=block_v, num_warps=num_warps)
 
 
 def _scales_heads(policy: PrecisionPolicy) -> bool:

@@ -161,7 +161,7 @@ def window(
         raise ValueError(
             f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
         )
-    launch = launch or default_launch("window", policy, constants)
+    launch = launch or default_launch("window", policy, constants, batch)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     keys, readers = ring.k.dtype, torch.promote_types(ring.k.dtype, tokens.q.dtype)
     window_kernel[(launch.tiles(constants), constants["HV"], batch)](
