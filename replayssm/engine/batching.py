@@ -8,11 +8,16 @@ sequence's tokens do not depend on which others run beside it, in which order, o
 in FP32 on the CPU, nor on how many lanes there are (a multiple of 8: rows in the tail of a matrix
 product would be summed in another order).
 
+A prompt is prefilled with an FP32 state that is rounded once, as servers do. To see what a policy
+does to a long text, all but its first tokens can be read as decoding would read them, in windows of
+whole rings (`prefill`).
+
 V: vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,6 +26,7 @@ from replayssm.engine.lockstep import ROW_MULTIPLE
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
+from replayssm.models.kv_cache import Cache, cache_tensors, filled_cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.policy import PrecisionPolicy
@@ -68,7 +74,18 @@ class _Lane:
     index: int
     request: Request
     position: int  # tokens read so far, prompt included
+    unread: list[int] = field(default_factory=list)  # of the prompt
     tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """A sequence on its way into a lane: its recurrent state by name, and its attention cache."""
+
+    lane: _Lane
+    tensors: dict[str, Tensor]
+    cache: Cache
+    logits: Tensor | None  # [V] after the last token of the prompt, if that has been read
 
 
 @torch.inference_mode()
@@ -81,44 +98,45 @@ def generate_many(
     stop_tokens: Collection[int] = (),
     sampler: Sampler | None = None,
     seed: int = 0,
+    prefill: int | None = None,
     backend: str = "auto",
 ) -> Iterator[Completion]:
     """Yield a completion for every request as it ends, under `policy`.
 
     Args: lanes: sequences decoded at once, rounded up to a multiple of 8. stop_tokens: ids that end
-    any sequence. sampler: default greedy. seed: of stochastic rounding.
+    any sequence. sampler: default greedy. seed: of stochastic rounding. prefill: tokens of a prompt
+            that are prefilled; the policy acts on the rest already. Default: all.
 
     Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
     reached: check all of them first), or if logits are not finite.
     """
-    if lanes < 1:
-        raise ValueError(f"lanes must be at least 1, got {lanes}")
+    for name, value in (("lanes", lanes), ("prefill", 1 if prefill is None else prefill)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     batch = _Batch(adapter, policy, -(-lanes // ROW_MULTIPLE) * ROW_MULTIPLE, seed, backend)
+    waiting = batch.prefilled(requests) if prefill is None else batch.read(requests, prefill)
     sampler, stops = sampler or Sampler(), frozenset(stop_tokens)
-    waiting = enumerate(requests)
     while True:
         for place in batch.free():
-            for index, request in waiting:
-                lane, logits = batch.start(place, index, request)
-                done = _advance([lane], logits[None], sampler, stops, policy)
+            for row in waiting:
+                if row.logits is None:
+                    done = []
+                else:
+                    done = _advance([row.lane], row.logits[None], sampler, stops, policy)
                 if not done:
+                    batch.start(place, row)
                     break
-                batch.end(place)
                 yield done[0]
         if not batch.busy():
             return
         logits = batch.step()
-        for place, completion in _ended(batch, logits, sampler, stops, policy):
-            batch.end(place)
+        places = [place for place in batch.busy() if not batch.lanes[place].unread]
+        if not places:
+            continue
+        running = [batch.lanes[place] for place in places]
+        for completion in _advance(running, logits[places], sampler, stops, policy):
+            batch.end(completion.index)
             yield completion
-
-
-def _ended(batch, logits, sampler, stops, policy) -> list[tuple[int, Completion]]:
-    places = batch.busy()
-    running = [batch.lanes[place] for place in places]
-    done = _advance(running, logits[places], sampler, stops, policy)
-    where = {lane.index: place for place, lane in zip(places, running, strict=True)}
-    return [(where[completion.index], completion) for completion in done]
 
 
 def _advance(
@@ -168,54 +186,94 @@ class _Batch:
     def busy(self) -> list[int]:
         return [place for place, lane in enumerate(self.lanes) if lane is not None]
 
-    def start(self, place: int, index: int, request: Request) -> tuple[_Lane, Tensor]:
-        """Run the prompt of `request` and put it into lane `place`; its last logits [V]."""
-        length = len(request.prompt)
-        self._adapter.check_length(length + request.max_new_tokens)
-        alone = Stream(
+    # -- prompts -----------------------------------------------------------------------------------
+    def prefilled(self, requests: Iterable[Request]) -> Iterator[_Row]:
+        """Each request after its whole prompt has been prefilled, on its own."""
+        for index, request in enumerate(requests):
+            length = len(request.prompt)
+            stream = self._stream([request], length + request.max_new_tokens)
+            logits = stream.prefill(torch.tensor([list(request.prompt)]))[0]
+            self._open(stream)
+            stream.hand_over()
+            lane = _Lane(index=index, request=request, position=length)
+            yield _Row(
+                lane=lane,
+                tensors=_row_tensors(stream.session, 0),
+                cache=stream._cache,
+                logits=logits,
+            )
+
+    def read(self, requests: Iterable[Request], prefill: int) -> Iterator[_Row]:
+        """Each request after its prompt has been read under the policy, as far as whole windows go.
+
+        As many prompts as there are lanes are read together, longest last. They start together and
+        a row is taken out at its last whole window, so what the shorter rows read beyond their end
+        reaches nobody.
+        """
+        ordered = sorted(enumerate(requests), key=lambda item: len(item[1].prompt))
+        # Rows start together, so a prompt that is shorter than `prefill` starts with its likes.
+        for first, alike in groupby(ordered, lambda item: min(prefill, len(item[1].prompt) - 1)):
+            if first < 1:
+                raise ValueError("a prompt of which a part is read needs at least two tokens")
+            together = list(alike)
+            for start in range(0, len(together), len(self.lanes)):
+                yield from self._read_group(together[start : start + len(self.lanes)], first)
+
+    def _read_group(self, group: list[tuple[int, Request]], first: int) -> Iterator[_Row]:
+        window = self._policy.ring_len * max(1, 16 // self._policy.ring_len)
+        rows = [request for _, request in group]
+        rows += [rows[0]] * (len(self.lanes) - len(rows))
+        longest = max(len(request.prompt) for request in rows)
+        padded = [[*request.prompt, *[0] * longest][:longest] for request in rows]
+        tokens = torch.tensor(padded, device=self._adapter.device)
+        stream = self._stream(rows, longest)
+        stream.prefill(tokens[:, :first])
+        self._open(stream)
+        stream.hand_over()
+        left = list(enumerate(group))
+        while left:
+            for item in [x for x in left if len(x[1][1].prompt) - stream.position <= window]:
+                left.remove(item)
+                row, (index, request) = item
+                yield self._taken(stream, row, index, request)
+            if left:
+                stream.step(tokens[:, stream.position : stream.position + window])
+
+    def _taken(self, stream: Stream, row: int, index: int, request: Request) -> _Row:
+        """A copy of row `row` of `stream`, with the rest of its prompt unread."""
+        at = stream.position
+        cache = filled_cache(
+            self._adapter.config,
+            cache_tensors(stream._cache),
+            rows=[row],
+            capacity=len(request.prompt) + request.max_new_tokens,
+        )
+        return _Row(
+            lane=_Lane(index=index, request=request, position=at, unread=list(request.prompt[at:])),
+            tensors={k: v.clone() for k, v in _row_tensors(stream.session, row).items()},
+            cache=cache,
+            logits=None,
+        )
+
+    def _stream(self, requests: Sequence[Request], capacity: int) -> Stream:
+        for request in requests:
+            self._adapter.check_length(len(request.prompt) + request.max_new_tokens)
+        return Stream(
             self._adapter,
-            [self._group([request.sequence])],
-            source=[0],
-            capacity=length + request.max_new_tokens,
+            [self._group([request.sequence for request in requests])],
+            source=range(len(requests)),
+            capacity=capacity,
             backend=self._backend,
         )
-        logits = alone.prefill(torch.tensor([list(request.prompt)]))[0]
-        if self._session is None:
-            self._open(alone)
-        alone.hand_over()
-        mine, theirs = self._session.tensors(), alone.session.tensors()
-        for name, tensor in theirs.items():
-            if tensor.dim():  # what has no row axis is equal in both
-                mine[name][place] = tensor[0]
-        self._cache.put(place, alone._cache)
-        lane = _Lane(index=index, request=request, position=length)
-        self.lanes[place] = lane
-        return lane, logits
-
-    def end(self, place: int) -> None:
-        self.lanes[place] = None
-        self._cache.clear(place)
-
-    def step(self) -> Tensor:
-        """Every lane reads its newest token; logits [lanes, V], of free lanes meaningless."""
-        tokens = [0 if lane is None else lane.tokens[-1] for lane in self.lanes]
-        positions = [0 if lane is None else lane.position for lane in self.lanes]
-        device = self._adapter.device
-        with self._session:
-            logits = self._cache.step(
-                torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-            )
-        for lane in self.lanes:
-            if lane is not None:
-                lane.position += 1
-        return logits
 
     def _group(self, sequences: Sequence[int]) -> RowGroup:
         seeds = (self._seed,) * len(sequences)
         return RowGroup(policy=self._policy, sequences=tuple(sequences), seeds=seeds)
 
     def _open(self, prefilled: Stream) -> None:
-        """Fill all lanes with copies of a prefilled sequence: storage of the right shapes."""
+        """Make the lanes, once, as copies of a prefilled sequence: storage of the right shapes."""
+        if self._session is not None:
+            return
         lanes = len(self.lanes)
         self._session = ReplaySession(
             self._adapter, [self._group([0] * lanes)], backend=self._backend
@@ -223,3 +281,42 @@ class _Batch:
         states = prefilled.session.prefill_states()
         self._session.hand_over(states, source=[0] * lanes)
         self._cache = LaneCache(self._adapter, prefilled._cache, lanes)
+
+    # -- lanes -------------------------------------------------------------------------------------
+    def start(self, place: int, row: _Row) -> None:
+        """Put a sequence into lane `place`."""
+        mine = self._session.tensors()
+        for name, tensor in row.tensors.items():
+            mine[name][place] = tensor
+        self._cache.put(place, row.cache)
+        self.lanes[place] = row.lane
+
+    def end(self, index: int) -> None:
+        """Free the lane of request `index`."""
+        place = next(p for p in self.busy() if self.lanes[p].index == index)
+        self.lanes[place] = None
+        self._cache.clear(place)
+
+    def step(self) -> Tensor:
+        """Every lane reads its next token; logits [lanes, V], of free lanes meaningless."""
+        tokens = [0] * len(self.lanes)
+        positions = [0] * len(self.lanes)
+        for place in self.busy():
+            lane = self.lanes[place]
+            tokens[place] = lane.unread.pop(0) if lane.unread else lane.tokens[-1]
+            positions[place] = lane.position
+            lane.position += 1
+        device = self._adapter.device
+        with self._session:
+            return self._cache.step(
+                torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+            )
+
+
+def _row_tensors(session: ReplaySession, row: int) -> dict[str, Tensor]:
+    """Views of one row of everything in a session that has rows."""
+    return {
+        name: tensor[row]
+        for name, tensor in session.tensors().items()
+        if tensor.dim() and ".parameters." not in name
+    }

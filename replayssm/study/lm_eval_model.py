@@ -26,7 +26,7 @@ from replayssm.study.samples import question_digest, sequence_number
 
 ARGUMENTS = (
     "pretrained", "policy", "ring_len", "backend", "dtype", "seed", "batch_size", "max_gen_toks",
-    "think_end_token", "enable_thinking", "device", "max_length", "trust_remote_code",
+    "prefill", "think_end_token", "enable_thinking", "device", "max_length", "trust_remote_code",
 )  # fmt: skip
 DEFAULT_MAX_GEN_TOKS = 1024
 # Windows of rolling log-likelihoods, for a model without a limit of its own.
@@ -45,6 +45,8 @@ class ReplayLM(TemplateLM):
         seed: of sampling and stochastic rounding.
         batch_size: sequences decoded at once, rounded up to a multiple of 8 ("auto": 64).
         max_gen_toks: cap on new tokens where a task names none.
+        prefill: tokens of a prompt that are prefilled with an exact state (default: all); on the
+            others the policy acts as on generated ones.
         think_end_token: the token (or its id) that ends reasoning. enable_thinking: passed to the
             chat template.
         max_length: positions to use, if fewer than the model has.
@@ -62,6 +64,7 @@ class ReplayLM(TemplateLM):
         seed: int = 0,
         batch_size: int | str = 8,
         max_gen_toks: int = DEFAULT_MAX_GEN_TOKS,
+        prefill: int | None = None,
         think_end_token: str | int | None = None,
         enable_thinking: bool | None = None,
         device: str | None = None,
@@ -105,6 +108,7 @@ class ReplayLM(TemplateLM):
             think_end_token=think_end_token,
         )
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
+        self.prefill = None if prefill is None else _whole("prefill", prefill)
         self._template_args: dict = {}
         if enable_thinking is not None:
             self._template_args["enable_thinking"] = enable_thinking
@@ -183,6 +187,7 @@ class ReplayLM(TemplateLM):
         for index, request in enumerate(requests):
             text, kwargs = request.args
             settings = Settings.from_kwargs(kwargs, cap=self.max_gen_toks)
+            settings = replace(settings, prefill=self.prefill)
             question = question_digest(request.task_name or "", text)
             prompt = Prompt(text=text, question=question, sample=times[question])
             times[question] += 1

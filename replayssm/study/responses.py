@@ -26,11 +26,16 @@ _CLOSING_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How answers are generated: cap in new tokens, stop strings, temperature (0: greedy)."""
+    """How answers are generated: cap in new tokens, stop strings, temperature (0: greedy).
+
+    prefill: tokens of the prompt that are prefilled with an exact state; on the others the policy
+    acts as on generated ones. None: all.
+    """
 
     max_new_tokens: int
     until: tuple[str, ...] = ()
     temperature: float = 0.0
+    prefill: int | None = None
 
     @classmethod
     def from_kwargs(cls, values: Mapping, *, cap: int) -> "Settings":
@@ -144,6 +149,7 @@ class Responder:
             stop_tokens=self.stop_tokens,
             sampler=Sampler(temperature=settings.temperature, seed=self.seed),
             seed=self.seed,
+            prefill=settings.prefill,
             backend=self.backend,
         )
         for completion in done:

@@ -138,10 +138,10 @@ class SampleStore:
     def finish(self) -> None:
         """Sort the file by question and sample. Nothing can be added afterwards."""
         ordered = [self._samples[key] for key in sorted(self._samples)]
-        with atomic_path(self.path) as temporary:
-            temporary.write_bytes(
-                b"".join(map(_line, [{"identity": self.identity}, *map(asdict, ordered)]))
-            )
+        content = b"".join(map(_line, [{"identity": self.identity}, *map(asdict, ordered)]))
+        if self.path.read_bytes() != content:
+            with atomic_path(self.path) as temporary:
+                temporary.write_bytes(content)
 
 
 def read_samples(path: Path) -> tuple[dict, list[Sample]]:

@@ -89,6 +89,45 @@ def test_lanes_generate_what_plain_decode_generates(name):
         assert got[request.sequence][0] == alone.tokens
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1"])
+def test_prompts_read_under_the_policy_do_not_depend_on_the_batch(name, logits_seen):
+    adapter, policy = Adapter(tiny_model(name)), parse_policy("fp16-sr+nvfp4@4")
+    long = [
+        Request(prompt=[*r.prompt] * 3, max_new_tokens=6, sequence=r.sequence)
+        for r in requests(10, seed=4)
+    ]
+    first = run(adapter, long, policy, lanes=8, prefill=2)
+    kept = dict(logits_seen)
+    logits_seen.clear()
+    again = run(adapter, long[:2:-1], policy, lanes=16, prefill=2)
+    assert again == {key: first[key] for key in again}
+    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "zamba2"])
+def test_reading_a_prompt_in_fp32_is_prefilling_it(name, logits_seen):
+    adapter = Adapter(tiny_model(name))
+    long = [Request(prompt=r.prompt, max_new_tokens=8, sequence=r.sequence) for r in requests(5)]
+    prefilled = run(adapter, long)
+    kept = dict(logits_seen)
+    assert run(adapter, long, prefill=1) == prefilled
+    for where, row in logits_seen.items():
+        assert torch.allclose(row, kept[where], atol=2e-4)
+
+
+def test_a_policy_acts_on_a_prompt_that_is_read(logits_seen):
+    adapter, policy = Adapter(tiny_model("mamba2")), parse_policy("nvfp4@4")
+    asked = [Request(prompt=[5, 6, 7] * 12, max_new_tokens=1)]
+    first = []
+    for prefill in (None, 4):
+        list(generate_many(adapter, asked, policy, prefill=prefill))
+        first.append(logits_seen.pop((0, 36)))
+    list(generate_many(adapter, asked, FP32))
+    exact = logits_seen.pop((0, 36))
+    assert torch.equal(first[0], exact)  # chosen from the prefill's own logits
+    assert not torch.allclose(first[1], exact, atol=1e-3)
+
+
 def test_the_models_attention_is_restored():
     model = tiny_model("qwen3_5")
     adapter = Adapter(model)
@@ -162,6 +201,10 @@ def test_bad_requests():
         Request(prompt=[1], max_new_tokens=1, sequence=1 << 32)
     with pytest.raises(ValueError, match="lanes"):
         list(generate_many(adapter, [], FP32, lanes=0))
+    with pytest.raises(ValueError, match="prefill must be at least 1"):
+        list(generate_many(adapter, [], FP32, prefill=0))
+    with pytest.raises(ValueError, match="at least two tokens"):
+        list(generate_many(adapter, [Request(prompt=[1], max_new_tokens=1)], FP32, prefill=1))
     with pytest.raises(ValueError, match="4096 positions"):
         list(generate_many(adapter, [Request(prompt=[1], max_new_tokens=4096)], FP32))
 
