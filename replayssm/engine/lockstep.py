@@ -7,7 +7,9 @@ computed or stored: `study/` takes the logits of a window and drops them before 
 All arms see the same tokens. Only recurrent layers tell rows apart; everything else is one forward
 pass over all rows, so two rows with the same policy agree bit for bit. On CPU that holds only when
 rows x window is a multiple of 8: rows in the tail of a matrix product take another summation order
-(differences of 1e-6). Padding rows (copies of the reference) make it so.
+(differences of 1e-6). Padding rows (copies of the reference) make it so. Layers of experts are the
+exception on the CPU: how many rows an expert gets is up to the text, so rows of such models may
+differ at that level; what the noise-floor row measures is then the floor.
 
 Positions count tokens of the whole text from 0; the logits at position i predict token i + 1.
 """
@@ -109,10 +111,10 @@ class Lockstep:
         One row per prompt is run: prefill rounds nothing, so its state is the same for every arm.
         """
         self._prepare(prompts.shape, tokens, prompt_ids)
-        # The generator's stream runs the prompt; the arms' stream continues it.
+        # The generator's stream runs the prompt; the arms' stream continues it. Whether the
+        # generator itself goes on is known when the first window is asked for.
         self._last_logits = self._generator.prefill(prompts)
         self._stream.continue_from(self._generator)
-        self._generator.hand_over()
         self._choice: Tensor | None = None
 
     def _prepare(self, shape: Sequence[int], tokens: int, prompt_ids: Sequence[int] | None) -> None:
@@ -192,6 +194,8 @@ class Lockstep:
         """
         sampler = sampler or Sampler()
         self._check_remaining((len(self.prompt_ids), tokens))
+        if self._generator.position != self.position:
+            raise ValueError("generate() cannot go on from a text that was read; start() anew")
         for at in range(0, tokens, self.window):
             chosen = self._generate_window(min(self.window, tokens - at), sampler)
             yield self._run(chosen[:, :-1], chosen[:, 1:])
@@ -214,6 +218,7 @@ class Lockstep:
     def _generate_window(self, length: int, sampler: Sampler) -> Tensor:
         """The next `length` tokens and the one after them, [P, length + 1]."""
         if self._choice is None:
+            self._generator.hand_over()
             self._choice = self._choose(self._last_logits, sampler)
         chosen = [self._choice]
         for _ in range(length):
@@ -278,13 +283,20 @@ class Lockstep:
         return {"replaced": dict(session.replaced), "dtypes": stored, "cache": cache}
 
     def engine_state(self) -> dict[str, Tensor]:
-        """Everything needed to go on from here in another process, as named tensors (copies)."""
+        """Everything needed to go on from here in another process, as named tensors (copies).
+
+        Only after the first window.
+        """
+        assert self.position > self.prompt_length, "nothing has been read since start()"
         tensors = {"shape": torch.tensor([len(self.prompt_ids), self.prompt_length, self.tokens])}
         tensors["prompt_ids"] = torch.tensor(self.prompt_ids)
         tensors["last_logits"] = self._last_logits
         if self._choice is not None:
             tensors["choice"] = self._choice
-        for name, stream in (("stream", self._stream), ("generator", self._generator)):
+        streams = {"stream": self._stream}
+        if self._generator.session.decoding:
+            streams["generator"] = self._generator
+        for name, stream in streams.items():
             tensors |= {f"{name}.{key}": value for key, value in stream.tensors().items()}
         return {key: value.detach().clone() for key, value in tensors.items()}
 
@@ -298,6 +310,6 @@ class Lockstep:
         self._choice = tensors["choice"].to(device) if "choice" in tensors else None
         for name, stream in (("stream", self._stream), ("generator", self._generator)):
             prefix = f"{name}."
-            stream.load_tensors(
-                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            )
+            mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            if mine:  # a text that is read has no generator
+                stream.load_tensors(mine)

@@ -21,7 +21,7 @@ class Stream:
     """Rows that are prefilled, handed over, and stepped. Callers use inference mode.
 
     source: for each decode row, the prefill row whose text it continues.
-    capacity: tokens of attention storage to set aside (it grows beyond when needed).
+    capacity: tokens of attention storage set aside at the hand-over (it grows when needed).
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Stream:
         self.source = list(source)
         self.capacity = capacity
         self.position = 0
-        self._cache = adapter.new_cache(capacity=capacity)
+        self._cache = adapter.new_cache()
 
     def prefill(self, prompts: Tensor) -> Tensor:
         """Run `prompts` [P, T] with FP32 state; returns FP32 logits of the last token, [P, V]."""

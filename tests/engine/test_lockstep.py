@@ -282,3 +282,6 @@ def test_bad_arguments(tiny_model):
         next(engine.read(text[:, :31]))
     with pytest.raises(ValueError, match="whole windows"):
         next(engine.read(text[:, 10:17]))
+    next(engine.read(text[:, 10:26]))
+    with pytest.raises(ValueError, match="cannot go on from a text that was read"):
+        next(engine.generate(14))
