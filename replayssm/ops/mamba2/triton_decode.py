@@ -23,17 +23,19 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
+    as_recorded,
+    by_head,
     decay,
     fold,
     last,
-    load_records,
-    over_rows,
-    tile_heads,
+    load_past,
     tile_rows,
     write_state,
 )
 from replayssm.ops.quantize.layout import reads_words, stored
-from replayssm.ops.quantize.tiles import load_tile, matvec
+from replayssm.ops.quantize.packing import encode_elements
+from replayssm.ops.quantize.rounding import fact
+from replayssm.ops.quantize.tiles import load_tile, matvec_in_memory
 from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
@@ -55,39 +57,27 @@ def decode_kernel(
     if slot < 0:
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    group, first_p, head = tile_heads(tl.program_id(0), H, P, G, HEADS, BP)
-    R: tl.constexpr = HEADS * BP
+    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
+        tl.program_id(0), H, P, G, HEADS, BP
+    )
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
-    head_of, p, state_row = tile_rows(first_p, head, P, BP)
-    in_tile = (head_of < H) & (p < P)
     in_rows = None if EXACT else in_tile
+    state_row = head_of * P + p
     n = tl.arange(0, WIDTH)
 
-    # What the group shares.
-    C = tl.load(tokens.C + row * tokens.C_row + group * N + n, mask=n < N, other=0).to(tl.float32)
-    is_first = (head_of == group * (H // G)) & (p == 0)
-    is_first = tl.max(is_first.to(tl.int32), 0) == 1
-    B = load_records(
-        ring.B + slot * ring.B_slot + group * L * N, n, N,
-        tokens.B + row * tokens.B_row + group * N, n, 0,
-        n < N, pos, is_first, 1, L, BL, RING,
-    )  # fmt: skip
-    bc = tl.sum(B * C[None, :], 1)  # [BL]
-
-    # Decays and records of the heads.
-    in_heads = head < H
-    dt = load_records(
-        ring.dt + slot * ring.dt_slot, head * L, 1, tokens.dt + row * tokens.dt_row, head, 0,
-        in_heads, pos, first_p == 0, 1, L, BL, FP32_RECORDS,
-    )  # fmt: skip
+    # All loads come before the first reduction, which brings a barrier.
+    group_n = group * N + n
+    C = tl.load(tokens.C + row * tokens.C_row + group_n, mask=n < N, other=0).to(tl.float32)
+    B_new = tl.load(tokens.B + row * tokens.B_row + group_n, mask=n < N, other=0)
+    x_given = tl.load(tokens.x + row * tokens.x_row + state_row, mask=in_tile, other=0)
+    dt_new = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
     rate = tl.load(A + head, mask=in_heads, other=0.0)
-    log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
-    x_ring, x_new = ring.x + slot * ring.x_slot, tokens.x + row * tokens.x_row
-    x = load_records(
-        x_ring, head_of * L * P + p, P, x_new, state_row, 0,
-        in_tile, pos, True, 1, L, BL, RING,
-    )  # fmt: skip
-
+    ring_B = ring.B + slot * ring.B_slot + group * L * N
+    ring_dt = ring.dt + slot * ring.dt_slot + head * L
+    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
+    B = load_past(ring_B + n, N, n < N, pos, BL, RING)  # [BL, WIDTH]
+    dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
+    x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
     # One pass over the state: as a tile that a flush can reuse, or eight codes at a time.
     ONE_COPY: tl.constexpr = CHECKPOINT is not None and READ_COPY is None
     REUSE: tl.constexpr = ONE_COPY and not reads_words(READ, N)
@@ -95,24 +85,40 @@ def decode_kernel(
         state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
         y = tl.sum(state * C[None, :], 1)
     else:
-        y, _ = matvec(read, slot, state_row, in_rows, C, None, P, N, WIDTH, READ)
-    total = last(log_decay)
-    y *= tl.reshape(over_rows(decay(total, 0.0), BP), [R])
-    weights = dt * decay(total, log_decay) * bc[:, None]
-    y += tl.sum(x * over_rows(weights, BP), 0)
+        C_at = tokens.C + row * tokens.C_row + group * N
+        y = matvec_in_memory(read, slot, state_row, in_rows, C_at, P, N, WIDTH, READ)
+
+    B_new, x_new = as_recorded(B_new, RING), as_recorded(x_given, RING)
+    log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
+    now = last(log_decay) + rate * dt_new  # [HEADS]
+    weights = dt * decay(now[None, :], log_decay) * tl.sum(B * C[None, :], 1)[:, None]
+    weight_new = dt_new * tl.sum(B_new * C, 0)
+    y = by_head(y, HEADS) * decay(now, 0.0)[:, None]
+    y += tl.sum(by_head(x, HEADS) * weights[:, :, None], 0)
+    y += by_head(x_new, HEADS) * weight_new[:, None]
+    y = tl.reshape(y, [HEADS * BP])
     if tokens.D is not None:
         skip = tl.load(tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0)
-        y += skip.to(tl.float32) * tl.load(x_new + state_row, mask=in_tile, other=0).to(tl.float32)
+        y += skip.to(tl.float32) * x_given.to(tl.float32)
     # A ring without room is a caller's mistake; no number may come of it.
-    y = tl.where(pos < L, y, float("nan"))
-    tl.store(out + row * (H * P) + state_row, y, mask=in_tile)
+    fits = pos < L
+    tl.store(out + row * (H * P) + state_row, tl.where(fits, y, float("nan")), mask=in_tile)
+
+    FORMAT: tl.constexpr = fact(RING, "format")
+    tl.store(ring_x + pos * P, encode_elements(x_new, FORMAT), mask=in_tile & fits)
+    if first_p == 0:
+        tl.store(ring_dt + pos, dt_new, mask=in_heads & fits)
+        if tl.program_id(0) % (tl.num_programs(0) // G) == 0:
+            tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=(n < N) & fits)
 
     if CHECKPOINT is not None:
         full = pos + 1 == L
         if full:
             if not REUSE:
                 state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
-            state = fold(state, x, B, dt, log_decay, BP, PRECISION)
+            state = fold(state, x, B, dt, log_decay, now, PRECISION)
+            x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
+            state += x_weighted[:, None] * B_new[None, :]
             write_state(
                 state, checkpoint, read, cursors, layer, slot, state_row, in_rows,
                 P, BP, N, WIDTH, CHECKPOINT, READ_COPY,

@@ -18,8 +18,8 @@ from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
     fold,
-    load_records,
-    tile_heads,
+    last,
+    load_past,
     tile_rows,
     write_state,
 )
@@ -51,26 +51,21 @@ def flush_kernel(
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     n = tl.arange(0, WIDTH)
     for i in range(LOOP):
-        group, first_p, head = tile_heads(tl.program_id(0) * LOOP + i, H, P, G, HEADS, BP)
-        head_of, p, state_row = tile_rows(first_p, head, P, BP)
-        in_tile = (head_of < H) & (p < P)
+        group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
+            tl.program_id(0) * LOOP + i, H, P, G, HEADS, BP
+        )
         in_rows = None if EXACT else in_tile
+        state_row = head_of * P + p
+        ring_B = ring.B + slot * ring.B_slot + group * L * N + n
+        ring_dt = ring.dt + slot * ring.dt_slot + head * L
+        ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
         state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
-        B = load_records(
-            ring.B + slot * ring.B_slot + group * L * N, n, N, None, n, 0,
-            n < N, pos, False, 0, L, BL, RING,
-        )  # fmt: skip
-        dt = load_records(
-            ring.dt + slot * ring.dt_slot, head * L, 1, None, head, 0,
-            head < H, pos, False, 0, L, BL, FP32_RECORDS,
-        )  # fmt: skip
-        x = load_records(
-            ring.x + slot * ring.x_slot, head_of * L * P + p, P, None, state_row, 0,
-            in_tile, pos, False, 0, L, BL, RING,
-        )  # fmt: skip
-        rate = tl.load(A + head, mask=head < H, other=0.0)
+        B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
+        dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
+        x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
+        rate = tl.load(A + head, mask=in_heads, other=0.0)
         log_decay = prefix_sums(rate[None, :] * dt)
-        state = fold(state, x, B, dt, log_decay, BP, PRECISION)
+        state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
         write_state(
             state, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
             P, BP, N, WIDTH, CHECKPOINT, READ_COPY,

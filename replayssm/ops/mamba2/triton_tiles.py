@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.formats.number import FP32
+from replayssm.formats.number import FP32, NumberFormat
 from replayssm.formats.storage import Storage
 from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact, round_to_format
@@ -28,6 +28,12 @@ from replayssm.policy import READ_COPY_STREAM
 
 _READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
 FP32_RECORDS = tl.constexpr(Storage(format=FP32))
+
+
+@triton.constexpr_function
+def same_format(dtype, fmt: NumberFormat) -> bool:
+    """Whether a Triton dtype is the format."""
+    return dtype.name == fmt.name
 
 
 class Ring(NamedTuple):
@@ -60,74 +66,80 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def tile_heads(
+def tile_rows(
     part, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr
 ):
-    """Group, first of the P rows, and heads [HEADS] of tile number `part`; H marks no head."""
+    """Which rows are in tile number `part`.
+
+    Returns the group, the first of the tile's rows in each head, its heads [HEADS], head and row
+    inside the head of each of the R rows, and which heads and rows exist.
+    """
     P_TILES: tl.constexpr = (P + BP - 1) // BP
     PER_GROUP: tl.constexpr = (H // G + HEADS - 1) // HEADS
     group = part // (PER_GROUP * P_TILES)
-    local = part // P_TILES % PER_GROUP * HEADS + tl.arange(0, HEADS)
-    head = tl.where(local < H // G, group * (H // G) + local, H)
-    return group, part % P_TILES * BP, head
+    first_p = part % P_TILES * BP
+    first_head = part // P_TILES % PER_GROUP * HEADS  # inside the group
+    i = tl.arange(0, HEADS)
+    r = tl.arange(0, HEADS * BP)
+    base = group * (H // G) + first_head
+    in_heads = first_head + i < H // G
+    in_rows = (first_head + r // BP < H // G) & (first_p + r % BP < P)
+    return group, first_p, base + i, base + r // BP, first_p + r % BP, in_heads, in_rows
 
 
 @triton.jit
-def over_rows(v, BP: tl.constexpr):
-    """[A, HEADS] repeated for the rows of each head: [A, R]."""
-    A: tl.constexpr = v.shape[0]
-    HEADS: tl.constexpr = v.shape[1]
-    return tl.reshape(tl.broadcast_to(v[:, :, None], [A, HEADS, BP]), [A, HEADS * BP])
+def by_head(v, HEADS: tl.constexpr):
+    """The last axis of v [..., R] as [..., HEADS, BP]."""
+    if len(v.shape) == 1:
+        return tl.reshape(v, [HEADS, v.shape[0] // HEADS])
+    else:
+        return tl.reshape(v, [v.shape[0], HEADS, v.shape[1] // HEADS])
 
 
 @triton.jit
-def tile_rows(first_p, head, P: tl.constexpr, BP: tl.constexpr):
-    """Head, row p and number in the slot of each of the R state rows."""
-    HEADS: tl.constexpr = head.shape[0]
-    R: tl.constexpr = HEADS * BP
-    head_of = tl.reshape(over_rows(head[None, :], BP), [R])
-    p = first_p + tl.arange(0, R) % BP
-    return head_of, p, head_of * P + p
-
-
-@triton.jit
-def load_records(
-    ring,
-    ring_column,
-    RING_PITCH: tl.constexpr,
-    tokens,
-    token_column,
-    token_pitch,
-    in_columns,
-    pos,
-    append,
-    T: tl.constexpr,
-    L: tl.constexpr,
-    BL: tl.constexpr,
-    STORAGE: tl.constexpr,
-):
-    """FP32 [BL, columns]: slots below `pos` from the ring, the next T from the tokens, else zero.
-
-    Zeros are selected, so a NaN left in an unused slot cannot reach any product. Tokens are rounded
-    to the ring's STORAGE first, so a token's value does not depend on when it was appended; where
-    `append`, the ring gets them.
-    """
+def as_recorded(x, STORAGE: tl.constexpr):
+    """Values of x, of an input's dtype, as the ring's STORAGE holds them, FP32."""
     FORMAT: tl.constexpr = fact(STORAGE, "format")
+    if same_format(x.dtype, FORMAT):
+        return x.to(tl.float32)
+    else:
+        ROUNDING: tl.constexpr = fact(STORAGE, "rounding")
+        SATURATE: tl.constexpr = fact(STORAGE, "saturate")
+        return round_to_format(x.to(tl.float32), None, FORMAT, ROUNDING, SATURATE)[0]
+
+
+@triton.jit
+def load_past(ring, PITCH: tl.constexpr, in_columns, pos, BL: tl.constexpr, STORAGE: tl.constexpr):
+    """FP32 [BL, columns] of the records below slot `pos`, else zero.
+
+    `ring` points at each column of slot 0, slots are PITCH apart. Zeros are selected, so a NaN left
+    in an unused slot cannot reach any product.
+    """
     slot = tl.arange(0, BL)[:, None]
-    at = ring + slot * RING_PITCH + ring_column[None, :]
-    codes = tl.load(at, mask=(slot < pos) & in_columns[None, :], other=0)
-    values = decode_elements(codes, FORMAT, False)
-    if T > 0:
-        new = (slot >= pos) & (slot < tl.minimum(pos + T, L)) & in_columns[None, :]
-        source = tokens + (slot - pos) * token_pitch + token_column[None, :]
-        fresh = tl.load(source, mask=new, other=0).to(tl.float32)
-        fresh = round_to_format(
-            fresh, None, FORMAT, fact(STORAGE, "rounding"), fact(STORAGE, "saturate")
-        )[0]
-        values = tl.where(new, fresh, values)
-        if append:
-            tl.store(at, encode_elements(fresh, FORMAT), mask=new)
-    return values
+    mask = (slot < pos) & in_columns[None, :]
+    codes = tl.load(ring[None, :] + slot * PITCH, mask=mask, other=0)
+    return decode_elements(codes, fact(STORAGE, "format"), False)
+
+
+@triton.jit
+def load_and_append(
+    ring, PITCH: tl.constexpr, tokens, token_pitch, in_columns, pos, append,
+    T: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, STORAGE: tl.constexpr,
+):  # fmt: skip
+    """`load_past`, and at the next T slots the tokens, which enter the ring where `append`.
+
+    `tokens` points at each column of token 0. Tokens are rounded to the ring's STORAGE before use:
+    a token's value does not depend on when it was appended.
+    """
+    past = load_past(ring, PITCH, in_columns, pos, BL, STORAGE)
+    slot = tl.arange(0, BL)[:, None]
+    new = (slot >= pos) & (slot < tl.minimum(pos + T, L)) & in_columns[None, :]
+    fresh = tl.load(tokens[None, :] + (slot - pos) * token_pitch, mask=new, other=0)
+    fresh = as_recorded(fresh, STORAGE)
+    if append:
+        codes = encode_elements(fresh, fact(STORAGE, "format"))
+        tl.store(ring[None, :] + slot * PITCH, codes, mask=new)
+    return tl.where(new, fresh, past)
 
 
 @triton.jit
@@ -138,22 +150,24 @@ def decay(later, earlier):
 
 @triton.jit
 def last(log_decay):
-    """The last of cumulative log decays [BL, HEADS], [1, HEADS].
+    """The last of cumulative log decays [BL, HEADS]: [HEADS].
 
     They never grow, and unused slots repeat them: the least is the last, without a second summation
     in another order.
     """
-    return tl.min(log_decay, 0)[None, :]
+    return tl.min(log_decay, 0)
 
 
 @triton.jit
-def fold(state, x, B, dt, log_decay, BP: tl.constexpr, PRECISION: tl.constexpr):
-    """The state [R, WIDTH] after the records x [BL, R], B [BL, WIDTH], dt [BL, HEADS]."""
+def fold(state, x, B, dt, log_decay, now, PRECISION: tl.constexpr):
+    """State [R, WIDTH] carried to log decay `now` [HEADS] with records x [BL, R], B [BL, WIDTH]."""
     R: tl.constexpr = state.shape[0]
-    total = last(log_decay)
-    weighted = x * over_rows(dt * decay(total, log_decay), BP)
-    state *= tl.reshape(over_rows(decay(total, 0.0), BP), [R])[:, None]
-    return exact_dot(tl.trans(weighted), B, state, PRECISION)
+    BL: tl.constexpr = x.shape[0]
+    HEADS: tl.constexpr = now.shape[0]
+    weights = dt * decay(now[None, :], log_decay)  # [BL, HEADS]
+    weighted = tl.reshape(by_head(x, HEADS) * weights[:, :, None], [BL, R])
+    kept = tl.broadcast_to(decay(now, 0.0)[:, None], [HEADS, R // HEADS])
+    return exact_dot(tl.trans(weighted), B, state * tl.reshape(kept, [R])[:, None], PRECISION)
 
 
 @triton.jit

@@ -21,8 +21,7 @@ from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
     decay,
-    load_records,
-    tile_heads,
+    load_and_append,
     tile_rows,
 )
 from replayssm.ops.quantize.layout import stored
@@ -55,37 +54,36 @@ def window_kernel(
     PIECE_N: tl.constexpr = N // PIECES
 
     first = tl.program_id(0) * LOOP
-    group, first_p, head = tile_heads(first, H, P, G, HEADS, BP)
-    starts_group = first % (((P + BP - 1) // BP) * (H // G)) == 0
-    C_row = tokens.C + row * tokens.C_row + group * N
+    group = first // (tl.num_programs(0) * LOOP // G)
+    starts_group = first % (tl.num_programs(0) * LOOP // G) == 0
+    new_B = tokens.B + row * tokens.B_row + group * N
+    new_C = tokens.C + row * tokens.C_row + group * N
     bc = tl.zeros([BL, BT], tl.float32)
     for piece in tl.static_range(PIECES):
         n = piece * PIECE + tl.arange(0, PIECE)
-        B = load_records(
-            ring.B + slot * ring.B_slot + group * L * N, n, N,
-            tokens.B + row * tokens.B_row + group * N, n, tokens.B_token,
+        B = load_and_append(
+            ring.B + slot * ring.B_slot + group * L * N + n, N, new_B + n, tokens.B_token,
             n < N, pos, starts_group, T, L, BL, RING,
         )  # fmt: skip
-        C = _load_columns(C_row, n, t, tokens.C_token, N, T)
-        bc = exact_dot(B, C, bc, PRECISION)
+        bc = exact_dot(B, _load_columns(new_C, n, t, tokens.C_token, N, T), bc, PRECISION)
     causal = (record[:, None] <= pos + t[None, :]) & (t < T)[None, :]
-    bc = tl.where(causal, bc, 0.0)
+    bc = tl.where(causal, bc, 0.0)  # [BL, BT]
 
     for i in range(LOOP):
-        _, first_p, head = tile_heads(first + i, H, P, G, HEADS, BP)
-        head_of, p, state_row = tile_rows(first_p, head, P, BP)
-        in_tile = (head_of < H) & (p < P)
+        _, first_p, head, head_of, p, in_heads, in_tile = tile_rows(first + i, H, P, G, HEADS, BP)
         in_rows = None if P % BP == 0 else in_tile
-        dt = load_records(
-            ring.dt + slot * ring.dt_slot, head * L, 1, tokens.dt + row * tokens.dt_row, head,
-            tokens.dt_token, head < H, pos, first_p == 0, T, L, BL, FP32_RECORDS,
+        state_row = head_of * P + p
+        new_x = tokens.x + row * tokens.x_row + state_row
+        dt = load_and_append(
+            ring.dt + slot * ring.dt_slot + head * L, 1,
+            tokens.dt + row * tokens.dt_row + head, tokens.dt_token,
+            in_heads, pos, first_p == 0, T, L, BL, FP32_RECORDS,
         )  # fmt: skip
-        x_new = tokens.x + row * tokens.x_row
-        x = load_records(
-            ring.x + slot * ring.x_slot, head_of * L * P + p, P, x_new, state_row,
-            tokens.x_token, in_tile, pos, True, T, L, BL, RING,
+        x = load_and_append(
+            ring.x + slot * ring.x_slot + head_of * L * P + p, P, new_x, tokens.x_token,
+            in_tile, pos, True, T, L, BL, RING,
         )  # fmt: skip
-        rate = tl.load(A + head, mask=head < H, other=0.0)
+        rate = tl.load(A + head, mask=in_heads, other=0.0)
         log_decay = prefix_sums(rate[None, :] * dt)  # [BL, 1]
         is_now = record[:, None] == pos + t[None, :]
         now = tl.sum(tl.where(is_now, log_decay, 0.0), 0)[None, :]  # [1, BT], one term each
@@ -97,7 +95,7 @@ def window_kernel(
                 read, slot, state_row * PIECES + piece, in_rows, PIECE_N, PIECE, READ
             )
             n = piece * PIECE + tl.arange(0, PIECE)
-            y = exact_dot(state, _load_columns(C_row, n, t, tokens.C_token, N, T), y, PRECISION)
+            y = exact_dot(state, _load_columns(new_C, n, t, tokens.C_token, N, T), y, PRECISION)
         y *= row_factor(read, slot, state_row, in_rows, P, READ)[:, None] * decay(now, 0.0)
         weights = bc * decay(now, log_decay) * dt
         y = exact_dot(tl.trans(x), weights, y, "ieee" if PRECISION == "ieee" else "tf32x3")
@@ -106,9 +104,8 @@ def window_kernel(
             skip = tl.load(
                 tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0
             )
-            raw = x_new + t[None, :] * tokens.x_token + state_row[:, None]
-            raw = tl.load(raw, mask=token, other=0).to(tl.float32)
-            y += skip.to(tl.float32)[:, None] * raw
+            raw = tl.load(new_x[:, None] + t[None, :] * tokens.x_token, mask=token, other=0)
+            y += skip.to(tl.float32)[:, None] * raw.to(tl.float32)
         y = tl.where(pos + T <= L, y, float("nan"))
         tl.store(out + (row * T + t[None, :]) * (H * P) + state_row[:, None], y, mask=token)
 

@@ -44,12 +44,9 @@ def decode_elements(code, FORMAT: tl.constexpr, FINITE: tl.constexpr):
 @triton.jit
 def e2m1_scaled(words, NIBBLE: tl.constexpr):
     """Values times 2^-126 of the codes in nibble NIBBLE (0: lowest bits) of int32 words."""
-    sign = (words << (28 - 4 * NIBBLE)) & -0x80000000
-    if NIBBLE <= 5:
-        magnitude = (words << (22 - 4 * NIBBLE)) & 0x01C00000
-    else:
-        magnitude = (words >> (4 * NIBBLE - 22)) & 0x01C00000
-    return (sign | magnitude).to(tl.float32, bitcast=True)
+    # To the top, then down with copies of the sign: one mask leaves the sign and the magnitude.
+    moved = (words << (28 - 4 * NIBBLE)) >> 6
+    return (moved & -0x7E400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def row_factor(stored, slot, row, in_rows, ROWS: tl.constexpr, STORAGE: tl.const
         return _load_row_scale(stored, slot, row, in_rows)
     elif SCALES == "nvfp4":
         scale = _load_tensor_scale(stored, slot, row, in_rows, ROWS)
-        return tl.div_rn(1.0, scale) if is_encode(fact(STORAGE, "format")) else scale
+        return 1.0 / scale if is_encode(fact(STORAGE, "format")) else scale
     else:
         return tl.full([row.shape[0]], 1.0, tl.float32)
 
@@ -133,43 +133,96 @@ def matvec(
 ):
     """Products of the tile with FP32 vectors a and b [WIDTH], read once: ([R], [R]).
 
-    b may be None (the second result repeats the first). a and b are 0 past COLS.
-    E2M1 codes are used as FP32 patterns of 2^-126 times their value: eight products are summed
-    before the block scale is applied. The power of two is made up for in two halves, before and
-    after that sum, which so stays in the normal range for vector entries from 2^-62 to 2^62.
+    b may be None (the second result repeats the first). a and b are 0 past COLS. All loads come
+    before the first barrier.
     """
     if reads_words(STORAGE, COLS):
-        WORDS: tl.constexpr = WIDTH // 8
-        data = (stored.data + slot * stored.data_slot).to(tl.pointer_type(tl.int32))
-        words = load_matrix(data, row, in_rows, COLS // 8, WORDS)
-        a_parts = _eighths(a * 2.0**63, WORDS)
-        sum_a = e2m1_scaled(words, 0) * a_parts[0][None, :]
-        sum_b = sum_a
-        if b is not None:
-            b_parts = _eighths(b * 2.0**63, WORDS)
-            sum_b = e2m1_scaled(words, 0) * b_parts[0][None, :]
-        for i in tl.static_range(1, 8):
-            codes = e2m1_scaled(words, i)
-            sum_a = tl.fma(codes, a_parts[i][None, :], sum_a)
-            if b is not None:
-                sum_b = tl.fma(codes, b_parts[i][None, :], sum_b)
-        # The scale of each word's block.
-        scales = stored.scale + slot * stored.scale_slot
-        block = tl.arange(0, WORDS) * 8 // block_size(STORAGE)
-        PITCH: tl.constexpr = (COLS + block_size(STORAGE) - 1) // block_size(STORAGE)
-        at = row[:, None] * PITCH + block[None, :]
-        exists = (block < PITCH)[None, :] & ((row >= 0) if in_rows is None else in_rows)[:, None]
-        s = _decode_block_scale(tl.load(scales + at, mask=exists, other=0), STORAGE)
-        result_a = tl.sum(sum_a * 2.0**63 * s, 1)
-        result_b = tl.sum(sum_b * 2.0**63 * s, 1)
-    else:
-        x = load_unscaled(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        result_a = tl.sum(x * a[None, :], 1)
+        words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
+        scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
+        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+        result_a = _words_times_vector(words, scale, _eighths(a, WIDTH // 8))
         result_b = result_a
         if b is not None:
-            result_b = tl.sum(x * b[None, :], 1)
-    factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+            result_b = _words_times_vector(words, scale, _eighths(b, WIDTH // 8))
+    else:
+        x = load_unscaled(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
+        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+        result_a = tl.sum(x * a[None, :], 1)
+        result_b = result_a if b is None else tl.sum(x * b[None, :], 1)
     return result_a * factor, result_b * factor
+
+
+@triton.jit
+def matvec_in_memory(
+    stored,
+    slot,
+    row,
+    in_rows,
+    a,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr,
+):
+    """`matvec` with one vector, COLS elements of any float dtype at pointer a: [R].
+
+    Loads what eight codes at a time need of it as they need it, instead of moving it between
+    threads.
+    """
+    if reads_words(STORAGE, COLS):
+        words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
+        scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
+        parts = _load_eighths(a, COLS, WIDTH // 8)
+        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+        return _words_times_vector(words, scale, parts) * factor
+    else:
+        column = tl.arange(0, WIDTH)
+        v = tl.load(a + column, mask=column < COLS, other=0).to(tl.float32)
+        x = load_unscaled(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
+        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+        return tl.sum(x * v[None, :], 1) * factor
+
+
+@triton.jit
+def _words_times_vector(words, scale, parts):
+    """[R] products of E2M1 words [R, WORDS], eight codes each, with block scales [R, BLOCKS].
+
+    `parts` are the eight vectors [WORDS] that the codes of each place in a word meet. Codes are
+    used as FP32 patterns of 2^-126 times their value, and a block's products are summed before its
+    scale is applied. The power of two is made up for in two halves, before and after the sum, which
+    so stays in the normal range for vector entries from 2^-62 to 2^62.
+    """
+    R: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    BLOCKS: tl.constexpr = scale.shape[1]
+    total = e2m1_scaled(words, 0) * (parts[0] * 2.0**63)[None, :]
+    for i in tl.static_range(1, 8):
+        total = tl.fma(e2m1_scaled(words, i), (parts[i] * 2.0**63)[None, :], total)
+    total = tl.sum(tl.reshape(total, [R, BLOCKS, WORDS // BLOCKS]), 2)
+    return tl.sum(total * 2.0**63 * scale, 1)
+
+
+@triton.jit
+def _load_words(stored, slot, row, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    data = (stored.data + slot * stored.data_slot).to(tl.pointer_type(tl.int32))
+    return load_matrix(data, row, in_rows, COLS // 8, WIDTH // 8)
+
+
+@triton.jit
+def _load_eighths(base, COLS: tl.constexpr, WORDS: tl.constexpr):
+    """Elements i, 8 + i, 16 + i, ... at `base` for i = 0 .. 7, eight FP32 vectors [WORDS]."""
+    at = base + tl.arange(0, WORDS) * 8
+    mask = tl.arange(0, WORDS) * 8 < COLS
+    return (
+        tl.load(at, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 1, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 2, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 3, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 4, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 5, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 6, mask=mask, other=0).to(tl.float32),
+        tl.load(at + 7, mask=mask, other=0).to(tl.float32),
+    )
 
 
 @triton.jit
@@ -224,7 +277,8 @@ def _decode_block_scale(code, STORAGE: tl.constexpr):
     if scales_of(STORAGE) == "mx":
         return power_of_two(code.to(tl.int32))
     else:
-        return decode_elements(code, fact(fact(STORAGE, "format"), "scale_format"), True)
+        # E4M3 without a sign.
+        return (code.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
