@@ -9,7 +9,6 @@ REPLAYSSM_DATA_DIR, REPLAYSSM_GPQA_ARCHIVE, REPLAYSSM_GPQA_PASSWORD.
 """
 
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -59,17 +58,16 @@ def gsm8k(**options) -> dict:
 
 
 def gsm_symbolic(**options) -> dict:
-    """Generated word problems in the form of GSM8K, held out from the built-in models."""
+    """Generated word problems in the form of GSM8K, held out from the built-in models.
+
+    The packaged ones, unless `data_dir` holds others (gsm_symbolic.jsonl).
+    """
     folder = _option(options, "data_dir")
-    name = "gsm_symbolic.jsonl"
-    own = evals_folder() / "data"
-    candidates = [own / name, own / f"{name}.gz"]
-    if folder is not None:
-        candidates = [Path(folder) / name, Path(folder) / f"{name}.gz", *candidates]
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
-        raise ValueError(f"gsm_symbolic: no {name} at {candidates[0]}; it comes with the package")
-    return {"test": _as_dataset(_read_jsonl(path))}
+    path = None if folder is None else Path(folder) / "gsm_symbolic.jsonl"
+    if path is not None and path.is_file():
+        return {"test": _as_dataset(_read_jsonl(path))}
+    rows = corpus.heldout_problems()
+    return {"test": _as_dataset([{"question": r["question"], "answer": r["answer"]} for r in rows])}
 
 
 def gpqa_diamond(**options) -> dict:
@@ -149,10 +147,9 @@ def _find(folder: str, *names: str, help: str = "") -> Path:
 
 
 def _read_jsonl(path: Path) -> list[dict]:
-    content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    lines = path.read_text(encoding="utf-8").split("\n")
     try:
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        rows = [json.loads(line) for line in lines if line.strip()]
         return [{"question": row["question"], "answer": row["answer"]} for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -11,6 +11,7 @@ import yaml
 from tiny_tasks import encrypted_zip, gpqa_csv, gpqa_rows, write_data
 
 from replayssm.study import corpus, task_data
+from replayssm.study.answers import extract
 from replayssm.study.task_data import gpqa_diamond, gpqa_question, gsm8k, gsm_symbolic, state_recall
 
 EVALS = task_data.evals_folder()
@@ -97,6 +98,13 @@ def test_data_from_a_folder(tmp_path, monkeypatch):
     assert gpqa_diamond(data_dir=folder)["test"][0]["letter"] in "ABCD"
     monkeypatch.setenv("REPLAYSSM_DATA_DIR", folder)
     assert len(gsm8k(pretrained="ignored", version=3.0)["train"]) == 12
+
+
+def test_generated_problems_come_with_the_package(tmp_path):
+    rows = gsm_symbolic()["test"]
+    assert len(rows) >= 500 and set(rows[0]) == {"question", "answer"}
+    assert list(gsm_symbolic(data_dir=str(tmp_path))["test"]) == list(rows)
+    assert all(extract("number", row["answer"]).answer for row in rows)
 
 
 def test_missing_data_say_where_to_get_them(tmp_path):
