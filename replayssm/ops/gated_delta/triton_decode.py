@@ -28,6 +28,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     precision,
     ring_argument,
     sizes,
+    state_width,
     token_argument,
     writes,
 )
@@ -235,5 +236,6 @@ def _launch(
         HEADS=launch.heads,
         **launch.options(storage if folds else None),
         BV=launch.block_v,
+        BK=state_width(policy, constants),
     )
     return out

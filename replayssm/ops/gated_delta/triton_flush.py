@@ -19,6 +19,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     precision,
     ring_argument,
     sizes,
+    state_width,
     value_dtype,
     writes,
 )
@@ -84,10 +85,11 @@ def flush_kernel(
         v = load_columns(ring.v + first * V, record, V, past, value, in_v)
         beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
         k_t = tl.trans(k)
-        predicted = decay(log_decay, 0.0)[None, :] * dot(s, k_t, STATE_KEYS)
+        state_k = dot(s, k_t, tl.zeros([BV, BL], tl.float32), STATE_KEYS)
+        predicted = decay(log_decay, 0.0)[None, :] * state_k
+        k_k = dot(k, k_t, tl.zeros([BL, BL], tl.float32), KEYS)
         between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier record first
-        earlier = record[:, None] < record[None, :]
-        system = tl.where(earlier, between * dot(k, k_t, KEYS), 0.0)
+        system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
         u = substitute(beta * (v - predicted), system * beta, L, BL)
     s = fold_records(s, u, k, log_decay, FULL, BL)
 
@@ -148,4 +150,5 @@ def flush(
         FULL=precision(ring.u.dtype, ring.k.dtype),
         **launch.options(*storages.values()),
         BV=launch.block_v,
+        BK=state_width(policy, constants),
     )

@@ -157,8 +157,7 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
             f"operand {policy.operand!r}: the Triton kernels keep operands exact (fp32); "
             "the reference backend rounds them"
         )
-    storages = [policy.checkpoint, policy.read_storage]
-    for storage in storages:
+    for storage in (policy.checkpoint, policy.read_storage):
         layout.refuse_unsupported(storage)
     (k_heads, ring_len, k_dim), (v_heads, _, v_dim) = ring.k.shape[1:], ring.u.shape[1:]
     return {
@@ -167,7 +166,6 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
         "K": k_dim,
         "V": v_dim,
         "L": ring_len,
-        "BK": max(layout.tile_width(k_dim, storage) for storage in storages),
         "BL": power_of_two(ring_len),
     }
 
@@ -197,6 +195,22 @@ def writes(
 def power_of_two(size: int, least: int = 16) -> int:
     """The side of a tile that covers `size`."""
     return max(least, triton.next_power_of_2(size))
+
+
+def state_width(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
+    """Columns of a state tile that suits both copies."""
+    storages = (policy.checkpoint, policy.read_storage)
+    return max(layout.tile_width(constants["K"], storage) for storage in storages)
+
+
+def pieces(policy: PrecisionPolicy, constants: Mapping[str, int]) -> dict[str, int]:
+    """How the window kernel cuts products over K: into parts of 32 or 16 columns and whole blocks,
+    or, where K has no such parts, not at all."""
+    block = getattr(policy.read_storage.format, "block_size", 16)
+    for piece in (32, 16):
+        if constants["K"] % piece == 0 and piece % block == 0:
+            return {"PIECES": constants["K"] // piece, "PIECE": piece}
+    return {"PIECES": 1, "PIECE": state_width(policy, constants)}
 
 
 def precision(a: torch.dtype, b: torch.dtype) -> str:

@@ -69,13 +69,12 @@ def decay(later, earlier):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """a @ b for FP32 tiles, accumulated in FP32; see `triton_launch.precision`."""
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """accumulator + a @ b for FP32 tiles, in FP32; see `triton_launch.precision`."""
     if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
     else:
-        zero = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
-        return exact_dot(a, b, zero, PRECISION)
+        return exact_dot(a, b, accumulator, PRECISION)
 
 
 @triton.jit
@@ -103,7 +102,7 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     """
     total = last(log_decay, BL)
     weighted = u * decay(total, log_decay)[None, :]
-    return exact_dot(weighted, k, s * decay(total, 0.0), PRECISION)
+    return dot(weighted, k, s * decay(total, 0.0), PRECISION)
 
 
 @triton.jit

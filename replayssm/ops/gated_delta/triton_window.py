@@ -21,6 +21,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
     default_launch,
+    pieces,
     power_of_two,
     precision,
     ring_argument,
@@ -60,17 +61,17 @@ def window_kernel(
     STATE_KEYS: tl.constexpr,  # precision of state times k, q
     KEYS: tl.constexpr,  # of k times k, q
     FULL: tl.constexpr,  # of products with an FP32 operand
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     BV: tl.constexpr,
-    BK: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
     """Grid (tiles of V, HV, B)."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, column = tile * BV + tl.arange(0, BV), tl.arange(0, BK)
-    token, record = tl.arange(0, BT), tl.arange(0, BL)
-    in_v, in_k, new = value < V, column < K, token < T
+    value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
+    in_v, new = value < V, token < T
     out += ((row * T + token[None, :]) * HV + head) * V + value[:, None]
     written = in_v[:, None] & new[None, :]
     if slot < 0:
@@ -82,12 +83,36 @@ def window_kernel(
     key_head = head // (HV // HK)
     keys = ring.k + (slot * HK + key_head) * L * K
     first = (slot * HV + head) * L  # this head's oldest record
-    k = tokens.k + row * tokens.k_row + key_head * K
-    k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, BK]
-    k = as_held(k, tokens.k, ring.k)
-    q = tokens.q + row * tokens.q_row + key_head * K
-    q = load_rows(q, token, tokens.q_token, new, column, in_k)
-    k_t, q_t = tl.trans(k), tl.trans(q)
+    here = count + token
+    fits = new & (here < L)
+    appends = fits & (tile == 0) & (head % (HV // HK) == 0)
+
+    # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
+    # PIECES rows of K / PIECES.
+    state_k, state_q = tl.zeros([BV, BT], tl.float32), tl.zeros([BV, BT], tl.float32)
+    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    in_rows = None if V % BV == 0 else in_v
+    state_row = head * V + value
+    for piece in range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
+        in_k = column < K
+        k = tokens.k + row * tokens.k_row + key_head * K
+        k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, PIECE]
+        k = as_held(k, tokens.k, ring.k)
+        q = tokens.q + row * tokens.q_row + key_head * K
+        q = load_rows(q, token, tokens.q_token, new, column, in_k)
+        k_t, q_t = tl.trans(k), tl.trans(q)
+        s = load_unscaled(  # [BV, PIECE]
+            read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
+        )
+        state_k, state_q = dot(s, k_t, state_k, STATE_KEYS), dot(s, q_t, state_q, STATE_KEYS)
+        if T < L:
+            k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, PIECE]
+            past_k, past_q = dot(k_past, k_t, past_k, KEYS), dot(k_past, q_t, past_q, KEYS)
+        k_k, k_q = dot(k, k_t, k_k, KEYS), dot(k, q_t, k_q, KEYS)
+        target = keys + here[:, None] * K + column[None, :]
+        tl.store(target, k.to(ring.k.dtype.element_ty), mask=appends[:, None] & in_k[None, :])
 
     g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
     g = tl.load(g, mask=new, other=0.0)
@@ -97,18 +122,14 @@ def window_kernel(
     now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
 
     # What the state and the records before the window contribute, [BV, BT].
-    in_rows = None if V % BV == 0 else in_v
-    s = load_unscaled(read, slot, head * V + value, in_rows, K, BK, READ)  # [BV, BK]
-    factor = row_factor(read, slot, head * V + value, in_rows, V, READ)
+    factor = row_factor(read, slot, state_row, in_rows, V, READ)
     from_state = factor[:, None] * decay(now, 0.0)[None, :]
-    predicted = from_state * dot(s, k_t, STATE_KEYS)
-    answer = from_state * dot(s, q_t, STATE_KEYS)
+    predicted, answer = from_state * state_k, from_state * state_q
     if T < L:
-        k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
         u_past = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
         from_past = decay(now[None, :], log_decay[:, None])  # [BL, BT]
-        predicted += dot(u_past, from_past * dot(k_past, k_t, KEYS), FULL)
-        answer += dot(u_past, from_past * dot(k_past, q_t, KEYS), FULL)
+        predicted = dot(u_past, from_past * past_k, predicted, FULL)
+        answer = dot(u_past, from_past * past_q, answer, FULL)
 
     # What the window's tokens write, each on top of the earlier ones.
     v = tokens.v + row * tokens.v_row + head * V
@@ -116,19 +137,14 @@ def window_kernel(
     v = v if ring.v is None else as_held(v, tokens.v, ring.v)
     between = decay(now[None, :], now[:, None])  # [BT, BT], earlier token first
     earlier = token[:, None] < token[None, :]
-    system = tl.where(earlier, between * dot(k, k_t, KEYS), 0.0)
+    system = tl.where(earlier, between * k_k, 0.0)
     u = substitute(beta[None, :] * (v - predicted), system * beta[None, :], T, BT)  # [BV, BT]
     upto = token[:, None] <= token[None, :]
-    own = tl.where(upto, between * dot(k, q_t, KEYS), 0.0)
-    answer += dot(u, own, FULL)
+    own = tl.where(upto, between * k_q, 0.0)
+    answer = dot(u, own, answer, FULL)
     # A ring without room is a caller's mistake; no number may come of it.
     tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
 
-    here = count + token
-    fits = new & (here < L)
-    if (tile == 0) & (head % (HV // HK) == 0):
-        target = keys + here[:, None] * K + column[None, :]
-        tl.store(target, k.to(ring.k.dtype.element_ty), mask=fits[:, None] & in_k[None, :])
     if tile == 0:
         tl.store(ring.g + first + here, g, mask=fits)
         if ring.beta is not None:
@@ -172,6 +188,7 @@ def window(
         stored(read),
         T=count,
         **constants,
+        **pieces(policy, constants),
         READ=policy.read_storage,
         STATE_KEYS=precision(unscaled_dtype(policy.read_storage), readers),
         KEYS=precision(keys, readers),
