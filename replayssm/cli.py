@@ -1,4 +1,4 @@
-"""The `replayssm` command: run, drift, status, report, policies, models.
+"""The `replayssm` command: run, drift, status, report, policies, models; tasks are in `cli_tasks`.
 
 Owns argument names, what is printed, and exit codes. Imports are made inside the commands, so that
 `--help`, `status`, `models` and `report` do not wait for torch.
@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+from replayssm import cli_tasks
 from replayssm.models.errors import HookNotLiveError
 
 _EPILOG = (
@@ -105,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         "--name", default="drift", help="experiment name: the folder the run goes to"
     )
     _execution(drift)
+
+    cli_tasks.add_commands(command, execution=_execution, names=_names)
 
     status = command("status", _status, "List runs and how far they are.")
     status.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"), metavar="RUNS")

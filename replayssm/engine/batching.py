@@ -199,7 +199,7 @@ class _Batch:
             yield _Row(
                 lane=lane,
                 tensors=_row_tensors(stream.session, 0),
-                cache=stream._cache,
+                cache=stream.cache,
                 logits=logits,
             )
 
@@ -244,7 +244,7 @@ class _Batch:
         at = stream.position
         cache = filled_cache(
             self._adapter.config,
-            cache_tensors(stream._cache),
+            cache_tensors(stream.cache),
             rows=[row],
             capacity=len(request.prompt) + request.max_new_tokens,
         )
@@ -280,7 +280,7 @@ class _Batch:
         )
         states = prefilled.session.prefill_states()
         self._session.hand_over(states, source=[0] * lanes)
-        self._cache = LaneCache(self._adapter, prefilled._cache, lanes)
+        self._cache = LaneCache(self._adapter, prefilled.cache, lanes)
 
     # -- lanes -------------------------------------------------------------------------------------
     def start(self, place: int, row: _Row) -> None:

@@ -20,6 +20,8 @@ PREFILL_CHUNK = 512
 class Stream:
     """Rows that are prefilled, handed over, and stepped. Callers use inference mode.
 
+    `cache` is the library's own: attention and convolution inputs.
+
     source: for each decode row, the prefill row whose text it continues.
     capacity: tokens of attention storage set aside at the hand-over (it grows when needed).
     """
@@ -38,7 +40,7 @@ class Stream:
         self.source = list(source)
         self.capacity = capacity
         self.position = 0
-        self._cache = adapter.new_cache()
+        self.cache = adapter.new_cache()
 
     def prefill(self, prompts: Tensor) -> Tensor:
         """Run `prompts` [P, T] with FP32 state; returns FP32 logits of the last token, [P, V]."""
@@ -46,7 +48,7 @@ class Stream:
         with self.session:
             for chunk in chunks:
                 logits = self.adapter.forward(
-                    chunk, self._cache, start=self.position, last_only=True
+                    chunk, self.cache, start=self.position, last_only=True
                 )
                 self.position += chunk.shape[1]
         return logits[:, -1]
@@ -57,9 +59,9 @@ class Stream:
 
     def continue_from(self, other: "Stream") -> None:
         """Continue the prefill of `other` (which must still be in prefill, and is left so)."""
-        tensors = cache_tensors(other._cache)
+        tensors = cache_tensors(other.cache)
         self.session.hand_over(other.session.prefill_states(), source=self.source)
-        self._cache = filled_cache(
+        self.cache = filled_cache(
             self.adapter.config, tensors, rows=self.source, capacity=self.capacity
         )
         self.position = other.position
@@ -70,14 +72,14 @@ class Stream:
         if tokens.shape[0] != len(self.source):
             raise ValueError(f"this stream decodes {len(self.source)} rows, got {tokens.shape[0]}")
         with self.session:
-            logits = self.adapter.forward(tokens, self._cache, start=self.position)
+            logits = self.adapter.forward(tokens, self.cache, start=self.position)
         self.position += tokens.shape[1]
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything needed to go on from here, by name, as views. Only after the hand-over."""
         tensors = {"position": torch.tensor(self.position)}
-        tensors |= {f"cache.{k}": v for k, v in cache_tensors(self._cache).items()}
+        tensors |= {f"cache.{k}": v for k, v in cache_tensors(self.cache).items()}
         return tensors | {f"session.{k}": v for k, v in self.session.tensors().items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -89,7 +91,7 @@ class Stream:
             for key, value in tensors.items()
             if key.startswith("cache.")
         }
-        self._cache = filled_cache(
+        self.cache = filled_cache(
             self.adapter.config, cache, rows=range(len(self.source)), capacity=self.capacity
         )
         self.session.load_tensors(

@@ -48,57 +48,57 @@ def _build(kind: type, values: object, prefix: str):
     if missing:
         raise ValueError(f"missing key {missing[0]}")
     converted = {}
-    ring_len = _integer("ring_len", values.get("ring_len", 16)) if kind is StudySpec else 16
+    ring_len = read_integer("ring_len", values.get("ring_len", 16)) if kind is StudySpec else 16
     for key, value in values.items():
         at = prefix + key
         if key in _SECTIONS and kind is StudySpec:
             converted[key] = _build(_SECTIONS[key], value, f"{at}.")
         elif key == "policies":
-            converted[key] = tuple(_policy(item, ring_len) for item in _sequence(at, value))
+            converted[key] = tuple(read_policy(item, ring_len) for item in read_sequence(at, value))
         elif key in ("models", "seeds"):
-            one = _string if key == "models" else _integer
-            converted[key] = tuple(one(at, item) for item in _sequence(at, value))
+            one = read_string if key == "models" else read_integer
+            converted[key] = tuple(one(at, item) for item in read_sequence(at, value))
         elif types[key] is str:
-            converted[key] = _string(at, value)
+            converted[key] = read_string(at, value)
         elif types[key] is float:
-            converted[key] = _number(at, value)
+            converted[key] = read_number(at, value)
         elif value is None and types[key] == int | None:
             converted[key] = None
         else:
-            converted[key] = _integer(at, value)
+            converted[key] = read_integer(at, value)
     return kind(**converted)
 
 
-def _policy(item: object, ring_len: int) -> PrecisionPolicy:
+def read_policy(item: object, ring_len: int) -> PrecisionPolicy:
     if isinstance(item, Mapping):
         return PrecisionPolicy.from_dict({"ring_len": ring_len} | dict(item))
-    text = _string("policies", item)
+    text = read_string("policies", item)
     policy = parse_policy(text)
     return policy if "@" in text else replace(policy, ring_len=ring_len)
 
 
-def _sequence(key: str, value: object) -> list:
+def read_sequence(key: str, value: object) -> list:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} must be a list, is {value!r}")
     return list(value)
 
 
-def _string(key: str, value: object) -> str:
+def read_string(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key} must be text, is {value!r}")
     return value
 
 
-def _integer(key: str, value: object) -> int:
+def read_integer(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{key} must be a whole number, is {value!r}")
     return value
 
 
-def _number(key: str, value: object) -> float:
+def read_number(key: str, value: object) -> float:
     # YAML 1.1 reads 1e-3 (without a dot) as text.
     try:
-        return float(value) if not isinstance(value, bool) else _number(key, None)
+        return float(value) if not isinstance(value, bool) else read_number(key, None)
     except (TypeError, ValueError):
         raise ValueError(f"{key} must be a number, is {value!r}") from None
 
@@ -135,8 +135,8 @@ def find_experiment(name: str) -> Path:
     )
 
 
-def load_spec(name: str, overrides: Mapping | None = None) -> StudySpec:
-    """Read the configuration `name` (see `find_experiment`); `overrides` replace top-level keys."""
+def read_yaml(name: str) -> tuple[Path, Mapping]:
+    """(path, keys and values) of the configuration `name` (see `find_experiment`)."""
     path = find_experiment(name)
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
@@ -144,4 +144,10 @@ def load_spec(name: str, overrides: Mapping | None = None) -> StudySpec:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
+    return path, values
+
+
+def load_spec(name: str, overrides: Mapping | None = None) -> StudySpec:
+    """Read the configuration `name` (see `find_experiment`); `overrides` replace top-level keys."""
+    path, values = read_yaml(name)
     return from_mapping({**values, **(overrides or {})}, name=path.stem, where=str(path))

@@ -25,8 +25,8 @@ from replayssm.study.store import RunRecord  # noqa: E402
 # Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line
 # styles carry the same distinction without colour; a policy keeps its style in every figure of a
 # run.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
 _FLOOR = {"color": "#444444", "linestyle": (0, (6, 3)), "linewidth": 1.2}
 _FAULT = {"color": "#444444", "linestyle": (0, (1, 2.5)), "linewidth": 1.2}
@@ -58,8 +58,8 @@ def _styles(record: RunRecord) -> dict[str, dict]:
     labels = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
     return {
         label: {
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[i % len(_MARKERS)],
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
             "linestyle": _LINES[i % len(_LINES)],
         }
         for i, label in enumerate(labels)
@@ -76,25 +76,28 @@ def _control(record: RunRecord, name: str) -> dict | None:
 
 
 @contextmanager
-def _figure(
-    record: RunRecord, title: str, note: str, size=(7.2, 4.4)
+def styled_figure(
+    title: str, caption: str, size: tuple[float, float], columns: int = 1
 ) -> Iterator[tuple[Figure, object]]:
+    """(figure, axes) in the look of all figures; axes is an array for more than one column."""
     with plt.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **_STYLE}):
-        figure, axes = plt.subplots(figsize=size, layout="constrained")
-        axes.set_title(title, loc="left")
-        figure.supxlabel(
-            f"{record.model}, {record.summary['prompts']} prompts × "
-            f"{record.summary['tokens']:,} tokens, "
-            f"experiment {record.experiment}, run {record.run_id}\n" + textwrap.fill(note, 125),
-            fontsize=7,
-            color="#444444",
-            x=0.01,
-            ha="left",
-        )
+        figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
+        first = axes if columns == 1 else axes[0]
+        first.set_title(title, loc="left")
+        text = "\n".join(textwrap.fill(line, 125) for line in caption.split("\n"))
+        figure.supxlabel(text, fontsize=7, color="#444444", x=0.01, ha="left")
         try:
             yield figure, axes
         finally:
             plt.close(figure)
+
+
+def _figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4)):
+    caption = (
+        f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} "
+        f"tokens, experiment {record.experiment}, run {record.run_id}\n{note}"
+    )
+    return styled_figure(title, caption, size)
 
 
 def _band(record: RunRecord) -> str:
@@ -301,10 +304,10 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
         axes,
     ):
         marks = (
-            ("kl_checkpoint", "checkpoint alone", "s", _COLOURS[0]),
-            ("kl_read_copy", "read copy alone", "^", _COLOURS[1]),
+            ("kl_checkpoint", "checkpoint alone", "s", COLOURS[0]),
+            ("kl_read_copy", "read copy alone", "^", COLOURS[1]),
             ("sum", "sum of the two", "|", "#000000"),
-            ("kl_both", "both", "o", _COLOURS[2]),
+            ("kl_both", "both", "o", COLOURS[2]),
         )
         for key, label, marker, colour in marks:
             values = [

@@ -30,7 +30,7 @@ class Controls:
 
     def __post_init__(self):
         if self.other_ring_len is not None:
-            _at_least("controls.other_ring_len", self.other_ring_len, 1)
+            check_at_least("controls.other_ring_len", self.other_ring_len, 1)
         if not (math.isfinite(self.fault) and self.fault != 0.0):
             raise ValueError(
                 f"controls.fault must be a finite number other than 0, is {self.fault}"
@@ -121,10 +121,9 @@ class StudySpec:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self):
-        if not self.name or not set(self.name) <= _NAME_CHARACTERS:
-            raise ValueError(f"name {self.name!r} must be letters, digits, '-', '_' or '.'")
+        check_name(self.name)
         for key in ("prompts", "prefill", "tokens", "ring_len", "stride"):
-            _at_least(key, getattr(self, key), 1)
+            check_at_least(key, getattr(self, key), 1)
         for key in ("models", "policies", "seeds"):
             values = getattr(self, key)
             if not values:
@@ -137,7 +136,7 @@ class StudySpec:
         if self.text not in TEXT_SOURCES[:2] and not self.text.startswith("file:"):
             raise ValueError(f"text {self.text!r} is not one of {', '.join(TEXT_SOURCES)}")
         if self.prompts_per_batch is not None:
-            _at_least("prompts_per_batch", self.prompts_per_batch, 1)
+            check_at_least("prompts_per_batch", self.prompts_per_batch, 1)
         longest = max(arm.policy.ring_len for arm in self.arms())
         if self.tokens < longest:
             raise ValueError(
@@ -271,6 +270,13 @@ def is_exact(policy: PrecisionPolicy) -> bool:
     return policy == parse_policy(f"fp32@{policy.ring_len}")
 
 
-def _at_least(key: str, value: int, least: int) -> None:
+def check_name(name: str) -> None:
+    """ValueError unless `name` can be part of a path."""
+    if not name or not set(name) <= _NAME_CHARACTERS:
+        raise ValueError(f"name {name!r} must be letters, digits, '-', '_' or '.'")
+
+
+def check_at_least(key: str, value: int, least: int) -> None:
+    """ValueError naming `key` if `value` is below `least`."""
     if value < least:
         raise ValueError(f"{key} must be at least {least}, is {value}")

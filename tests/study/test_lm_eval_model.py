@@ -11,6 +11,8 @@ from lm_eval.models.huggingface import HFLM
 from tiny_tasks import CHARACTERS, save_checkpoint
 
 from replayssm import models
+from replayssm.models.loading import builtin_models
+from replayssm.study import corpus
 from replayssm.study.lm_eval_model import ReplayLM
 from replayssm.study.responses import Settings
 
@@ -277,3 +279,19 @@ def test_lm_eval_knows_the_name():
     from lm_eval.api.registry import get_model
 
     assert get_model("replayssm") is ReplayLM
+
+
+# -- the built-in models ---------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["builtin/gdn", "builtin/mamba2"])
+def test_a_built_in_model_answers_as_hf_does(name):
+    if name not in builtin_models():
+        pytest.skip(f"{name} is not in this build")
+    built_in = models.load(name)
+    problems = corpus.heldout_problems()[:100]
+    texts = [corpus.problem_prompt(problem["question"]) for problem in problems]
+    kwargs = {"max_gen_toks": 160, "until": ["Question:"], "do_sample": False}
+    theirs = HFLM(pretrained=str(built_in.folder), device="cpu", dtype="float32", batch_size=1)
+    want = generate(theirs, texts, **kwargs)
+    assert generate(ReplayLM(built_in), texts, **kwargs) == want
+    assert sum("####" in answer for answer in want) > 50
