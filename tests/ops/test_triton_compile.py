@@ -20,5 +20,9 @@ def test_kernels_compile_to_machine_code(arch, tmp_path):
     program = [sys.executable, str(Path(__file__).parent / "compile_launches.py"), str(arch)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    kernels = re.findall(rf"^sm_{arch} mamba2 (\w+)", done.stdout, re.MULTILINE)
-    assert {"decode", "step", "window", "flush"} <= set(kernels)
+    kernels = re.findall(rf"^sm_{arch} (\w+ \w+)", done.stdout, re.MULTILINE)
+    assert set(kernels) == {
+        f"{recurrence} {kernel}"
+        for recurrence in ("mamba2", "gated_delta")
+        for kernel in ("decode", "step", "window", "flush")
+    }
