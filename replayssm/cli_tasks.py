@@ -132,18 +132,12 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 def _lm_eval(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from lm_eval.__main__ import cli_evaluate
-
-    import replayssm.study.lm_eval_model  # noqa: F401  (registers the model)
+    from replayssm.study.lm_eval_model import run_command_line
     from replayssm.study.task_data import evals_folder
 
     given = list(arguments.arguments)
     own = not any(argument.startswith("--include_path") for argument in given)
     if given[:1] == ["run"] and len(given) > 1 and own:
         given += ["--include_path", str(evals_folder())]
-    before, sys.argv = sys.argv, ["lm-eval", *given]
-    try:
-        cli_evaluate()
-    finally:
-        sys.argv = before
+    run_command_line(given)
     return 0

@@ -7,7 +7,9 @@ of rings, so the policy acts in both.
     lm_eval run --model replayssm --model_args pretrained=builtin/gdn,policy=fp16-sr+nvfp4 ...
 """
 
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -249,6 +251,17 @@ class ReplayLM(TemplateLM):
         for index, (score, _) in zip(owners, scores, strict=True):
             totals[index] += score
         return totals
+
+
+def run_command_line(arguments: Sequence[str]) -> None:
+    """lm-eval's own command line with `arguments`; this module has registered the model."""
+    from lm_eval.__main__ import cli_evaluate
+
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]  # it reads nothing else
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
 
 
 def _whole(name: str, value: object, least: int = 1) -> int:

@@ -5,7 +5,7 @@ figures show. Runs no model and imports neither torch, transformers nor lm-eval,
 can be scored again anywhere.
 
     results/tasks/<experiment>/<run id>/
-      spec.json         what was asked; its hash is the run id
+      evaluation.json   what was asked; its hash is the run id
       questions.jsonl   per task and question: digest, gold answer, group; never the text
       provenance.json   which code, packages and device answered
       status.json       started | complete | failed
@@ -31,6 +31,7 @@ from replayssm.study.store import RunFolder, atomic_path, read_json, write_json
 
 # History of what the numbers mean. Raise it when a stored answer would be scored differently.
 TASK_METRIC_VERSION = 1
+_SPEC = "evaluation.json"  # not a drift run's name: each finds its own under one results folder
 LARGEST_LETTER_SHARE = 0.6
 _ENOUGH_LETTERS = 20  # questions below which a letter's share says nothing
 
@@ -62,13 +63,17 @@ class TaskRun:
         return self.path.resolve().parents[2]
 
     @property
+    def spec_path(self) -> Path:
+        return self.path / _SPEC
+
+    @property
     def questions_path(self) -> Path:
         return self.path / "questions.jsonl"
 
     def begin(self, document: dict, questions: dict[str, Sequence[Question]]) -> None:
         """Write what is asked, or check that the folder was made for it."""
-        if self.folder.spec_path.exists():
-            found = read_json(self.folder.spec_path)
+        if self.spec_path.exists():
+            found = read_json(self.spec_path)
             if found["identity"] != json.loads(json.dumps(document["identity"])):
                 raise ValueError(f"{self.path} holds another specification than its name says")
         lines = [
@@ -78,11 +83,11 @@ class TaskRun:
         ]
         with atomic_path(self.questions_path) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
-        write_json(self.folder.spec_path, document)
+        write_json(self.spec_path, document)
 
     def document(self) -> dict:
-        """spec.json; ValueError if it was written by a version whose numbers mean other things."""
-        document = read_json(self.folder.spec_path)
+        """evaluation.json; ValueError if a version wrote it whose numbers mean other things."""
+        document = read_json(self.spec_path)
         if document.get("task_metric_version") != TASK_METRIC_VERSION:
             raise ValueError(
                 f"{self.path} was written with task metric version "
@@ -103,9 +108,8 @@ def find_task_runs(where: Path) -> list[TaskRun]:
     """All task runs at or under `where`, sorted; ValueError if there is no such place."""
     if not where.is_dir():
         raise ValueError(f"no results folder at {where}")
-    specs = [where / "spec.json"] if (where / "spec.json").exists() else where.rglob("spec.json")
-    runs = [TaskRun(path.parent) for path in sorted(specs)]
-    return [run for run in runs if run.questions_path.exists()]
+    specs = [where / _SPEC] if (where / _SPEC).exists() else where.rglob(_SPEC)
+    return [TaskRun(path.parent) for path in sorted(specs)]
 
 
 def check_gold_letters(task: str, questions: Sequence[Question]) -> None:

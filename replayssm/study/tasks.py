@@ -330,7 +330,9 @@ class _Evaluation:
             window=1,
             backend=self.backend,
         )
-        probe.start(torch.zeros(1, 1, dtype=torch.int64), tokens=1)
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        probe.start(token, tokens=1)
+        list(probe.read(token))
         write_json(
             path,
             {

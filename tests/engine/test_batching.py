@@ -11,15 +11,15 @@ from replayssm.engine.sampling import Sampler
 from replayssm.models import Adapter
 from replayssm.policy import parse_policy
 
-FP32 = parse_policy("fp32@8")
+FP32 = parse_policy("fp32@4")
 
 
 def requests(count: int, *, seed: int = 0) -> list[Request]:
-    """Prompts of 3 to 20 tokens with caps of 4 to 20, each its own sequence number."""
+    """Prompts of 4 to 14 tokens with caps of 4 to 14, each its own sequence number."""
     draw = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
-        length, cap = torch.randint(4, 21, (2,), generator=draw).tolist()
+        length, cap = torch.randint(4, 15, (2,), generator=draw).tolist()
         prompt = torch.randint(3, 128, (length,), generator=draw).tolist()
         made.append(Request(prompt=prompt, max_new_tokens=cap, sequence=1000 + number))
     return made
@@ -49,7 +49,7 @@ def run(adapter, asked, policy=FP32, **options):
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_order_neighbours_and_batch_size_change_no_bit(name, logits_seen):
     adapter = Adapter(tiny_model(name))
-    asked = requests(11)
+    asked = requests(10)
     first = run(adapter, asked, lanes=8)
     kept = dict(logits_seen)
     for other, lanes in ((asked[:2:-1], 8), (asked[3:8], 16)):
@@ -77,7 +77,7 @@ def test_rounded_states_do_not_depend_on_the_batch_either(name, policy, logits_s
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_lanes_generate_what_plain_decode_generates(name):
     adapter = Adapter(tiny_model(name))
-    asked = requests(4, seed=2)
+    asked = requests(3, seed=2)
     got = run(adapter, asked, lanes=8)
     for request in asked:
         (alone,) = generate(
@@ -169,11 +169,11 @@ def test_a_long_answer_does_not_hold_up_the_others(monkeypatch):
     steps = []
     real = batching._Batch.step
     monkeypatch.setattr(batching._Batch, "step", lambda self: steps.append(1) or real(self))
-    long = Request(prompt=[9, 8], max_new_tokens=60)
-    short = [Request(prompt=[3, 4, 5 + i], max_new_tokens=6) for i in range(63)]
+    long = Request(prompt=[9, 8], max_new_tokens=30)
+    short = [Request(prompt=[3, 4, 5 + i], max_new_tokens=6) for i in range(28)]
     order = [c.index for c in generate_many(adapter, [long, *short], FP32, lanes=8)]
-    # Seven lanes share 63 short answers of five steps each: 45 steps, inside the long one's 59.
-    assert order[-1] == 0 and len(steps) == 59
+    # Seven lanes share 28 short answers of five steps each: 20 steps, inside the long one's 29.
+    assert order[-1] == 0 and len(steps) == 29
 
 
 def test_sampling_depends_on_seed_and_sequence_only():
@@ -213,5 +213,5 @@ def test_logits_that_are_not_finite_are_named(tiny_model):
     model = tiny_model("mamba2")
     with torch.no_grad():
         model.get_output_embeddings().weight[:] = float("nan")
-    with pytest.raises(ValueError, match="not finite under policy fp32@8: request 0, position 1"):
+    with pytest.raises(ValueError, match="not finite under policy fp32@4: request 0, position 1"):
         list(generate_many(Adapter(model), [Request(prompt=[4, 5], max_new_tokens=3)], FP32))

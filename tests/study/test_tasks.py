@@ -9,7 +9,7 @@ import pytest
 from tiny_tasks import save_checkpoint, write_data
 
 from replayssm import models
-from replayssm.study import tasks
+from replayssm.study import task_results, tasks
 from replayssm.study.samples import read_samples
 from replayssm.study.task_results import (
     Question,
@@ -85,7 +85,7 @@ def test_a_run_holds_everything_but_questions(whole):
     assert result.generated == 4 * (5 + 3 + 4)
     names = {path.name for path in result.run.path.iterdir()}
     assert names == {
-        "spec.json", "questions.jsonl", "provenance.json", "status.json", "outcomes.csv",
+        "evaluation.json", "questions.jsonl", "provenance.json", "status.json", "outcomes.csv",
         "summary.json",
     }  # fmt: skip
     text = b"".join(tree(out).values()).decode()
@@ -94,6 +94,7 @@ def test_a_run_holds_everything_but_questions(whole):
     assert provenance["caps"] == {"gsm_symbolic": 12, "gsm8k": 12, "gpqa_diamond": 12}
     stored = provenance["effective"]["dtypes"]["fp16-sr@4"]
     assert stored["checkpoint.data"] == "float16"
+    assert provenance["effective"]["replaced"]
 
 
 def test_the_summary(whole):
@@ -237,6 +238,22 @@ def test_scoring_again_follows_the_stored_answers(tmp_path):
     path.write_text("\n".join([header, *told[1:]]) + "\n")
     with pytest.raises(ValueError, match="sample 0 of question .* is not there"):
         compute(result.run)
+
+
+def test_warnings(tmp_path):
+    arm = {
+        "label": "nvfp4",
+        "outcomes": {"right": 3, "wrong": 1, "invalid": 4, "truncated": 2},
+        "filters": {"strict-match": 0.0, "flexible-extract": 0.545},
+        "truncated_rate": 0.2,
+        "accuracy": 0.3,
+    }
+    lines = list(task_results._warnings({"max_new_tokens": 256}, [arm]))
+    assert "the strict filter finds no right answer at all, another one finds 54.5 %" in lines[0]
+    assert "20.0 % of the answers were cut at 256 tokens" in lines[1]
+    assert "no answer could be read in 4 of 10" in lines[2]
+    fine = {**arm, "outcomes": {"right": 9, "invalid": 1}, "truncated_rate": 0.0, "filters": {}}
+    assert list(task_results._warnings({"max_new_tokens": 256}, [fine])) == []
 
 
 def test_letters_on_one_side_are_refused():
