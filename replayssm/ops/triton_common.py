@@ -97,15 +97,27 @@ def product_precision(exact_in_bf16: bool) -> str:
     return "bf16_terms" if exact_in_bf16 else "tf32x3"
 
 
+def precision_of(a: torch.dtype, b: torch.dtype) -> str:
+    """How `exact_dot` multiplies here, given for each operand a dtype that holds its values."""
+    if interpreted():
+        return "ieee"
+    if torch.float32 not in (a, b):
+        return "bf16" if a == b == torch.bfloat16 else "tf32"
+    return product_precision(b == torch.bfloat16)
+
+
 @triton.jit
 def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
 
-    "ieee" multiplies in FP32; "tf32x3" on tensor cores with each operand as a sum of two TF32
-    terms, 2^-22 relative per product; "bf16_terms" with a as a sum of three BF16 terms, which is
-    all of it, and b in BF16, which must be exact: products are then exact.
+    "ieee" multiplies in FP32. The others use tensor cores: "bf16" and "tf32" one product of
+    operands that must be exact in that format; "bf16_terms" a as a sum of three BF16 terms, which
+    is all of it, and b in BF16, which must be exact: products are then exact; "tf32x3" each operand
+    as a sum of two TF32 terms, 2^-22 relative per product.
     """
-    if PRECISION == "bf16_terms":
+    if PRECISION == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
+    elif PRECISION == "bf16_terms":
         high = a.to(tl.bfloat16)
         a -= high.to(tl.float32)
         middle = a.to(tl.bfloat16)

@@ -1,8 +1,9 @@
 """One token per row: read the state once, append one record, and fold rings that it fills.
 
 Owns the decode kernel and its two launchers. `decode` writes no state. `step` also commits the
-token and flushes the rows whose ring it fills, in the same launch: rows decide by their own
-cursors, and a policy with one copy reads the state once for both jobs.
+token and flushes the rows whose ring it fills; rows decide by their own cursors. With one copy that
+is one launch, which reads the state once for both jobs. With two, a flush kernel follows: the
+registers that encoding a copy takes would slow every step down.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 Legend: triton_tiles.py.
@@ -20,6 +21,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
+from replayssm.ops.mamba2.triton_flush import flush
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
@@ -44,11 +46,12 @@ from replayssm.policy import PrecisionPolicy
 def decode_kernel(
     out,                                # [B, H, P] float32
     tokens, A, ring, cursors,           # Tokens, [H], Ring, Cursors
-    read, checkpoint, layer,            # Stored; Stored or None: no flush, no commit
+    read, layer,                        # Stored
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, RING: tl.constexpr,
-    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,  # Storage or None
-    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    COMMIT: tl.constexpr,               # whether the token is committed
+    FLUSH: tl.constexpr,                # and a ring that it fills folded into `read`
+    PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
@@ -79,8 +82,7 @@ def decode_kernel(
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
     x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
     # One pass over the state: as a tile that a flush can reuse, or eight codes at a time.
-    ONE_COPY: tl.constexpr = CHECKPOINT is not None and READ_COPY is None
-    REUSE: tl.constexpr = ONE_COPY and not reads_words(READ, N)
+    REUSE: tl.constexpr = FLUSH and not reads_words(READ, N)
     if REUSE:
         state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
         y = tl.sum(state * C[None, :], 1)
@@ -111,22 +113,26 @@ def decode_kernel(
         if tl.program_id(0) % (tl.num_programs(0) // G) == 0:
             tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=(n < N) & fits)
 
-    if CHECKPOINT is not None:
-        full = pos + 1 == L
+    full = pos + 1 == L
+    if FLUSH:
         if full:
             if not REUSE:
-                state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+                state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
             state = fold(state, x, B, dt, log_decay, now, PRECISION)
             x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
             state += x_weighted[:, None] * B_new[None, :]
             write_state(
-                state, checkpoint, read, cursors, layer, slot, state_row, in_rows,
-                P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+                state, read, None, cursors, layer, slot, state_row, in_rows,
+                P, BP, N, WIDTH, READ, None,
             )  # fmt: skip
+    if COMMIT:
         if arrive(cursors, slot, tl.num_programs(0)):
-            flushes = tl.load(cursors.flushes + slot)
-            tl.store(cursors.flushes + slot, flushes + full.to(flushes.dtype))
-            tl.store(cursors.pos + slot, tl.where(full, 0, pos + 1).to(tl.int64))
+            if FLUSH:
+                if full:
+                    tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+                tl.store(cursors.pos + slot, tl.where(full, 0, pos + 1).to(tl.int64))
+            else:
+                tl.store(cursors.pos + slot, (pos + 1).to(tl.int64))
 
 
 def decode(
@@ -154,7 +160,7 @@ def decode(
     Raises:
         ValueError: something has no kernel, or shapes disagree.
     """
-    return _launch(read, None, None, ring, policy, cursors, inputs, 0, "decode", launch)
+    return _launch(read, ring, policy, cursors, inputs, launch)
 
 
 def step(
@@ -168,54 +174,62 @@ def step(
     layer: int,
     launch: Launch | None = None,
 ) -> Tensor:
-    """`decode`, then commit the token, then flush the rows whose ring it filled; one launch.
+    """`decode`, then commit the token, then flush the rows whose ring it filled.
 
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
     read copy. Other arguments, result and errors as in `decode` and `flush`.
     """
-    read = checkpoint if read_copy is None else read_copy
-    return _launch(
-        read, checkpoint, read_copy, ring, policy, cursors, inputs, layer, "step", launch
-    )
+    triton_launch.check_copies(policy, checkpoint, read_copy)
+    if read_copy is None:
+        return _launch(
+            checkpoint,
+            ring,
+            policy,
+            cursors,
+            inputs,
+            launch,
+            commits=True,
+            flushes=True,
+            layer=layer,
+        )
+    out = _launch(read_copy, ring, policy, cursors, inputs, launch, commits=True)
+    flush(checkpoint, read_copy, ring, policy, cursors, {"A": inputs.A}, layer=layer)
+    return out
 
 
 def _launch(
     read: Quantized,
-    checkpoint: Quantized | None,
-    read_copy: Quantized | None,
     ring: Mapping[str, Tensor],
     policy: PrecisionPolicy,
     cursors: Cursors,
     inputs: Mamba2Inputs,
-    layer: int,
-    kernel: str,
     launch: Launch | None,
+    *,
+    commits: bool = False,
+    flushes: bool = False,
+    layer: int = 0,
 ) -> Tensor:
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
-    launch = launch or triton_launch.default_launch(kernel, policy, sizes)
-    writes = {"CHECKPOINT": None, "READ_COPY": None}
-    if checkpoint is not None:
-        writes = triton_launch.writes(policy, checkpoint, read_copy)
+    launch = launch or triton_launch.default_launch("step" if flushes else "decode", policy, sizes)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    grid = (triton_launch.tiles(sizes, launch), inputs.x.shape[0])
-    decode_kernel[grid](
+    decode_kernel[(triton_launch.tiles(sizes, launch), inputs.x.shape[0])](
         out,
         triton_launch.tokens(inputs),
         inputs.A,
         triton_launch.ring(ring),
         cursors,
         stored(read),
-        None if checkpoint is None else stored(checkpoint),
         layer,
         **sizes,
-        READ=triton_launch.reading(read),
+        READ=policy.checkpoint if flushes else triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
-        **writes,
         D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
-        PRECISION=triton_launch.precision(policy, ring["B"].dtype),
+        COMMIT=commits,
+        FLUSH=flushes,
+        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=1 if checkpoint is None else 16),
-        WIDTH=triton_launch.width(sizes, read, checkpoint),
+        BL=triton_launch.slots(sizes, least=16 if flushes else 1),
+        WIDTH=triton_launch.width(sizes, read),
         **launch.options(),
     )
     return out

@@ -5,6 +5,7 @@ Owns the flush kernel and its launcher. Legend: triton_tiles.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -104,10 +105,11 @@ def flush(
     Raises:
         ValueError: something has no kernel, or shapes disagree.
     """
+    triton_launch.check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
     launch = launch or triton_launch.default_launch("flush", policy, sizes)
     tiles = triton_launch.tiles(sizes, launch)
-    loop = launch.loop if tiles % launch.loop == 0 else 1
+    loop = math.gcd(launch.loop, tiles)
     flush_kernel[(tiles // loop, cursors.slots.shape[0])](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
@@ -118,8 +120,9 @@ def flush(
         rows if rows is None or rows.dtype != torch.bool else rows.view(torch.uint8),
         **sizes,
         RING=triton_launch.ring_storage(policy, ring),
-        **triton_launch.writes(policy, checkpoint, read_copy),
-        PRECISION=triton_launch.precision(policy, ring["B"].dtype),
+        CHECKPOINT=policy.checkpoint,
+        READ_COPY=policy.read_copy,
+        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),

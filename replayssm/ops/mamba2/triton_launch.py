@@ -20,7 +20,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
-from replayssm.ops.triton_common import Cursors, product_precision
+from replayssm.ops.triton_common import Cursors, precision_of
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -37,6 +37,7 @@ class Launch:
         block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
         loop: tiles a program works on in turn (flush, window).
         num_warps, num_stages: Triton's.
+        maxnreg: registers a thread may use, so that more programs share a multiprocessor.
     """
 
     heads: int = 1
@@ -44,6 +45,7 @@ class Launch:
     loop: int = 1
     num_warps: int = 4
     num_stages: int = 2
+    maxnreg: int | None = None
 
     def tile(self, sizes: Sizes) -> dict[str, int]:
         """The tile as kernel constants.
@@ -58,40 +60,43 @@ class Launch:
             )
         return {"HEADS": self.heads, "BP": block}
 
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, int | bool | None]:
         """Compiler options. Fused multiply-adds would change bits, see `ops/quantize`."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
             "enable_fp_fusion": False,
         }
 
 
-# Rows of a tile and warps by kernel and bits of a stored element of what is read.
+# Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
 _TABLE = {
-    "decode": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (256, 4)},
-    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
-    "flush": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
-    "window": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
+    "decode": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (256, 4, None)},
+    "step": {32: (64, 8, 128), 16: (64, 8, 128), 8: (64, 8, None), 4: (64, 8, None)},
+    "flush": {32: (64, 8, None), 16: (64, 8, None), 8: (64, 8, None), 4: (64, 8, None)},
+    "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
-_LOOP = {"flush": 4, "window": 4}
 
 
 def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes) -> Launch:
     """Launch parameters of a kernel for a policy and a geometry."""
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
-    rows, num_warps = _TABLE[kernel][bits]
-    whole = max(16, triton.next_power_of_2(sizes["P"]))
-    divisor = sizes["P"] & -sizes["P"]
-    block_p = divisor if divisor >= 16 else whole
-    if kernel == "window" or (kernel in ("step", "flush") and _needs_whole_heads(policy)):
-        block_p = whole
+    rows, num_warps, maxnreg = _TABLE[kernel][bits]
+    # A P that is no power of two is cut where that leaves no idle lanes; a window, whose products
+    # want tall tiles, and a writer of scales per head take whole heads.
+    block_p = sizes["P"] & -sizes["P"]
+    writes_head_scales = kernel in ("step", "flush") and _needs_whole_heads(policy)
+    if block_p < 16 or kernel == "window" or writes_head_scales:
+        block_p = max(16, triton.next_power_of_2(sizes["P"]))
+    if kernel == "window":
+        return Launch(block_p=block_p, loop=4, num_warps=8 if block_p > 64 else num_warps)
     heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
-    heads = 1 if kernel == "window" else max(1, min(rows // block_p, heads_per_group))
-    if heads * block_p > 64:
-        num_warps = max(num_warps, 8) if kernel != "decode" else num_warps
-    return Launch(heads=heads, block_p=block_p, loop=_LOOP.get(kernel, 1), num_warps=num_warps)
+    heads = max(1, min(rows // block_p, heads_per_group))
+    # A flush follows every step of a policy with two copies: rows not due must cost little.
+    loop = 8 if kernel == "flush" else 1
+    return Launch(heads=heads, block_p=block_p, loop=loop, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def _needs_whole_heads(policy: PrecisionPolicy) -> bool:
@@ -134,14 +139,10 @@ def reading(quantized: Quantized) -> Storage:
     return storage
 
 
-def writes(
+def check_copies(
     policy: PrecisionPolicy, checkpoint: Quantized, read_copy: Quantized | None
-) -> dict[str, Storage | None]:
-    """The storages a flush writes, as kernel constants.
-
-    Raises:
-        ValueError: a copy is not what the policy says.
-    """
+) -> None:
+    """ValueError if a copy that is to be written is not what the policy says."""
     for name, copy, storage in (
         ("checkpoint", checkpoint, policy.checkpoint),
         ("read_copy", read_copy, policy.read_copy),
@@ -153,7 +154,6 @@ def writes(
                 f"{name} is {got.name if got else None}, policy {policy.label} says "
                 f"{expected.name if expected else None}"
             )
-    return {"CHECKPOINT": policy.checkpoint, "READ_COPY": policy.read_copy}
 
 
 def ring_storage(policy: PrecisionPolicy, ring: Mapping[str, Tensor]) -> Storage:
@@ -173,15 +173,21 @@ def ring_storage(policy: PrecisionPolicy, ring: Mapping[str, Tensor]) -> Storage
     return storage
 
 
-def precision(policy: PrecisionPolicy, second_operand: torch.dtype) -> str:
-    """How products are taken, see `triton_common.exact_dot`.
+def precision(policy: PrecisionPolicy, a: torch.dtype, b: torch.dtype) -> str:
+    """How a product is taken whose operands' values the dtypes a and b hold exactly.
 
     Raises:
         ValueError: the policy rounds operands.
     """
     if policy.operand != "fp32":
         raise ValueError(f"operand {policy.operand!r} has no kernel, only 'fp32'")
-    return product_precision(second_operand == torch.bfloat16)
+    return precision_of(a, b)
+
+
+def unscaled_dtype(read: Quantized) -> torch.dtype:
+    """A dtype that holds what `tiles.load_unscaled` gives: codes of up to eight bits, alone or
+    times a block scale, have at most seven significant bits."""
+    return read.format.torch_dtype if read.format in (FP32, FP16) else torch.bfloat16
 
 
 def ring(tensors: Mapping[str, Tensor]) -> Ring:

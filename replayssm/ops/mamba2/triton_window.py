@@ -7,6 +7,7 @@ Legend: triton_tiles.py; BT >= T is a power of two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -36,7 +37,8 @@ def window_kernel(
     tokens, A, ring, cursors, read,     # Tokens, [H], Ring, Cursors, Stored
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     T: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr,
-    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr,
+    BC: tl.constexpr, SC: tl.constexpr, XW: tl.constexpr,  # precisions of the three products
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +67,7 @@ def window_kernel(
             ring.B + slot * ring.B_slot + group * L * N + n, N, new_B + n, tokens.B_token,
             n < N, pos, starts_group, T, L, BL, RING,
         )  # fmt: skip
-        bc = exact_dot(B, _load_columns(new_C, n, t, tokens.C_token, N, T), bc, PRECISION)
+        bc = exact_dot(B, _load_columns(new_C, n, t, tokens.C_token, N, T), bc, BC)
     causal = (record[:, None] <= pos + t[None, :]) & (t < T)[None, :]
     bc = tl.where(causal, bc, 0.0)  # [BL, BT]
 
@@ -95,10 +97,10 @@ def window_kernel(
                 read, slot, state_row * PIECES + piece, in_rows, PIECE_N, PIECE, READ
             )
             n = piece * PIECE + tl.arange(0, PIECE)
-            y = exact_dot(state, _load_columns(new_C, n, t, tokens.C_token, N, T), y, PRECISION)
+            y = exact_dot(state, _load_columns(new_C, n, t, tokens.C_token, N, T), y, SC)
         y *= row_factor(read, slot, state_row, in_rows, P, READ)[:, None] * decay(now, 0.0)
         weights = bc * decay(now, log_decay) * dt
-        y = exact_dot(tl.trans(x), weights, y, "ieee" if PRECISION == "ieee" else "tf32x3")
+        y = exact_dot(tl.trans(x), weights, y, XW)
         token = (t < T)[None, :] & in_tile[:, None]
         if tokens.D is not None:
             skip = tl.load(
@@ -136,8 +138,7 @@ def window(
     launch = launch or triton_launch.default_launch("window", policy, sizes)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     tiles = triton_launch.tiles(sizes, launch)
-    per_group = tiles // sizes["G"]
-    loop = launch.loop if per_group % launch.loop == 0 else 1
+    loop = math.gcd(launch.loop, tiles // sizes["G"])
     width = triton_launch.width(sizes, read)
     window_kernel[(tiles // loop, inputs.x.shape[0])](
         out,
@@ -151,7 +152,9 @@ def window(
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
-        PRECISION=triton_launch.precision(policy, inputs.C.dtype),
+        BC=triton_launch.precision(policy, ring["B"].dtype, inputs.C.dtype),
+        SC=triton_launch.precision(policy, triton_launch.unscaled_dtype(read), inputs.C.dtype),
+        XW=triton_launch.precision(policy, ring["x"].dtype, torch.float32),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         BT=max(16, triton.next_power_of_2(count)),
