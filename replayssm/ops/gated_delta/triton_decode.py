@@ -69,7 +69,7 @@ def decode_kernel(
     BL: tl.constexpr,
 ):
     """Grid (tiles of V, HV / HEADS, B). HEADS value heads share k, q and past keys."""
-    tile, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
     in_v, in_k = value < V, column < K

@@ -7,6 +7,7 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -168,6 +169,14 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
         "L": ring_len,
         "BL": power_of_two(ring_len),
     }
+
+
+@functools.cache
+def resident_programs(device: torch.device) -> int:
+    """Programs of a flush that run at a time: four a multiprocessor are enough for any tile."""
+    if device.type != "cuda":
+        return 2
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes(

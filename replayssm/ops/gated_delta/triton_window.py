@@ -68,11 +68,12 @@ def window_kernel(
     BT: tl.constexpr,
 ):
     """Grid (tiles of V, HV, B)."""
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
     in_v, new = value < V, token < T
-    out += ((row * T + token[None, :]) * HV + head) * V + value[:, None]
+    out += (row * T * HV + head) * V
+    out += token[None, :] * (HV * V) + value[:, None]
     written = in_v[:, None] & new[None, :]
     if slot < 0:
         tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
