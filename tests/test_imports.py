@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("engine",),
     ("study",),
+    ("cli_tasks",),
     ("cli",),
     ("__main__",),
 )
@@ -30,7 +31,11 @@ CONFINED = {
     ),
     "matplotlib": lambda path: path.parts[:2] == ("study", "figures.py"),
 }
-LIGHT = ("study/tables.py", "study/figures.py", "study/stats.py", "study/store.py")
+LIGHT = (
+    *("study/tables.py", "study/figures.py", "study/stats.py", "study/store.py"),
+    *("study/answers.py", "study/compare.py", "study/samples.py", "study/task_results.py"),
+    *("study/task_tables.py", "study/task_figures.py", "study/task_report.py"),
+)
 
 
 def sources():
