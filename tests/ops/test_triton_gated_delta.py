@@ -505,11 +505,20 @@ QWEN = dict(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4", "fp32+fp8"])
-def test_gpu_real_sizes_against_float64(policy):
-    """Two rings of tokens in BF16, by steps and by windows; the state after each flush."""
-    pools = [make_pool(policy, QWEN, dtype=torch.bfloat16, slots=(2, 0, 3, 1)) for _ in range(2)]
-    inputs = inputs_for(QWEN, 4, 32, ring=torch.bfloat16)
+@pytest.mark.parametrize(
+    "policy, dtype",
+    [
+        ("fp32", torch.float32),
+        ("fp32", torch.float16),
+        ("fp32", torch.bfloat16),
+        ("fp32+nvfp4", torch.bfloat16),
+        ("fp32+fp8", torch.float16),
+    ],
+)
+def test_gpu_real_sizes_against_float64(policy, dtype):
+    """Two rings of tokens, by steps and by windows, and the state after the second flush."""
+    pools = [make_pool(policy, QWEN, dtype=dtype, slots=(2, 0, 3, 1)) for _ in range(2)]
+    inputs = inputs_for(QWEN, 4, 32, ring=dtype)
     by_step, by_window = pools
     outputs = torch.cat([by_step.step(take_tokens(inputs, t, t + 1)) for t in range(32)], 1)
     windows = []

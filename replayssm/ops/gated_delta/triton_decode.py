@@ -25,7 +25,6 @@ from replayssm.ops.gated_delta.triton_flush import flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
-    precision,
     ring_argument,
     sizes,
     state_width,
@@ -42,7 +41,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile, matvec
-from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.ops.triton_common import Cursors, arrive, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
@@ -232,7 +231,7 @@ def _launch(
         READ=storage,
         COMMIT=commits,
         FOLD=folds,
-        FULL=precision(ring.u.dtype, ring.k.dtype),
+        FULL=precision_of(ring.u.dtype, ring.k.dtype),
         HEADS=launch.heads,
         **launch.options(storage if folds else None),
         BV=launch.block_v,

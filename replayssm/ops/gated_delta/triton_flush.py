@@ -20,7 +20,6 @@ from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
-    precision,
     resident_programs,
     ring_argument,
     sizes,
@@ -30,7 +29,6 @@ from replayssm.ops.gated_delta.triton_launch import (
 )
 from replayssm.ops.gated_delta.triton_tiles import (
     decay,
-    dot,
     fold_records,
     load_columns,
     load_rows,
@@ -39,7 +37,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile
-from replayssm.ops.triton_common import Cursors, arrive
+from replayssm.ops.triton_common import Cursors, arrive, exact_dot, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
@@ -104,9 +102,9 @@ def flush_kernel(
             v = load_columns(ring.v + first * V, record, V, past, value, in_v)
             beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
             k_t = tl.trans(k)
-            state_k = dot(s, k_t, tl.zeros([BV, BL], tl.float32), STATE_KEYS)
+            state_k = exact_dot(s, k_t, tl.zeros([BV, BL], tl.float32), STATE_KEYS)
             predicted = decay(log_decay, 0.0)[None, :] * state_k
-            k_k = dot(k, k_t, tl.zeros([BL, BL], tl.float32), KEYS)
+            k_k = exact_dot(k, k_t, tl.zeros([BL, BL], tl.float32), KEYS)
             between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
             system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
             u = substitute(beta * (v - predicted), system * beta, L, BL)
@@ -172,9 +170,9 @@ def flush(
         due,
         **constants,
         **storages,
-        STATE_KEYS=precision(value_dtype(policy.checkpoint), ring.k.dtype),
-        KEYS=precision(ring.k.dtype, ring.k.dtype),
-        FULL=precision(ring.u.dtype, ring.k.dtype),
+        STATE_KEYS=precision_of(value_dtype(policy.checkpoint), ring.k.dtype),
+        KEYS=precision_of(ring.k.dtype, ring.k.dtype),
+        FULL=precision_of(ring.u.dtype, ring.k.dtype),
         **launch.options(*storages.values()),
         BV=launch.block_v,
         BK=state_width(policy, constants),

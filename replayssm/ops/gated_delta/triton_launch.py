@@ -21,7 +21,6 @@ from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
-from replayssm.ops.triton_common import interpreted, product_precision
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -220,22 +219,6 @@ def pieces(policy: PrecisionPolicy, constants: Mapping[str, int]) -> dict[str, i
         if constants["K"] % piece == 0 and piece % block == 0:
             return {"PIECES": constants["K"] // piece, "PIECE": piece}
     return {"PIECES": 1, "PIECE": state_width(policy, constants)}
-
-
-def precision(a: torch.dtype, b: torch.dtype) -> str:
-    """How `triton_tiles.dot` takes a product of FP32 tiles so that it keeps FP32 accuracy.
-
-    Args:
-        a, b: for each operand a dtype that holds its values exactly.
-
-    Returns:
-        "bf16" or "tf32" where one tensor-core term is exact, else what `exact_dot` does.
-    """
-    if interpreted():
-        return "ieee"
-    if torch.float32 not in (a, b):
-        return "bf16" if (a, b) == (torch.bfloat16, torch.bfloat16) else "tf32"
-    return product_precision(b == torch.bfloat16)
 
 
 def unscaled_dtype(storage: Storage) -> torch.dtype:

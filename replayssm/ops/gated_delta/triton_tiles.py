@@ -1,7 +1,7 @@
 """Device functions that the Gated DeltaNet kernels share: reads, decays, products, the solve.
 
-Owns how records become tiles, how a product keeps FP32 accuracy, and how a state is folded. Knows
-no format (state tiles come from and go to `ops/quantize`), no launch and no cache.
+Owns how records become tiles, the triangular solve, and how a state is folded and written. Knows no
+format (state tiles come from and go to `ops/quantize`), no launch and no cache.
 
 Legend, for every kernel of this folder: S pool slots, B rows, T tokens, HK key heads, HV value
 heads, K head_k_dim, V head_v_dim, L ring slots; value head h uses key head h // (HV / HK). A state
@@ -69,15 +69,6 @@ def decay(later, earlier):
 
 
 @triton.jit
-def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """accumulator + a @ b for FP32 tiles, in FP32; see `triton_launch.precision`."""
-    if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
-    else:
-        return exact_dot(a, b, accumulator, PRECISION)
-
-
-@triton.jit
 def substitute(right, system, TOKENS: tl.constexpr, BT: tl.constexpr):
     """u [BV, BT] of (I + A) u = r by forward substitution; system [BT, BT] = Aᵀ, strictly upper.
 
@@ -102,7 +93,7 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     """
     total = last(log_decay, BL)
     weighted = u * decay(total, log_decay)[None, :]
-    return dot(weighted, k, s * decay(total, 0.0), PRECISION)
+    return exact_dot(weighted, k, s * decay(total, 0.0), PRECISION)
 
 
 @triton.jit

@@ -23,7 +23,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     default_launch,
     pieces,
     power_of_two,
-    precision,
     ring_argument,
     sizes,
     token_argument,
@@ -32,7 +31,6 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
     decay,
-    dot,
     last,
     load_columns,
     load_rows,
@@ -40,7 +38,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors
+from replayssm.ops.triton_common import Cursors, exact_dot, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
@@ -107,11 +105,14 @@ def window_kernel(
         s = load_unscaled(  # [BV, PIECE]
             read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
         )
-        state_k, state_q = dot(s, k_t, state_k, STATE_KEYS), dot(s, q_t, state_q, STATE_KEYS)
+        state_k = exact_dot(s, k_t, state_k, STATE_KEYS)
+        state_q = exact_dot(s, q_t, state_q, STATE_KEYS)
         if T < L:
             k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, PIECE]
-            past_k, past_q = dot(k_past, k_t, past_k, KEYS), dot(k_past, q_t, past_q, KEYS)
-        k_k, k_q = dot(k, k_t, k_k, KEYS), dot(k, q_t, k_q, KEYS)
+            past_k = exact_dot(k_past, k_t, past_k, KEYS)
+            past_q = exact_dot(k_past, q_t, past_q, KEYS)
+        k_k = exact_dot(k, k_t, k_k, KEYS)
+        k_q = exact_dot(k, q_t, k_q, KEYS)
         target = keys + here[:, None] * K + column[None, :]
         tl.store(target, k.to(ring.k.dtype.element_ty), mask=appends[:, None] & in_k[None, :])
 
@@ -129,8 +130,8 @@ def window_kernel(
     if T < L:
         u_past = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
         from_past = decay(now[None, :], log_decay[:, None])  # [BL, BT]
-        predicted = dot(u_past, from_past * past_k, predicted, FULL)
-        answer = dot(u_past, from_past * past_q, answer, FULL)
+        predicted = exact_dot(u_past, from_past * past_k, predicted, FULL)
+        answer = exact_dot(u_past, from_past * past_q, answer, FULL)
 
     # What the window's tokens write, each on top of the earlier ones.
     v = tokens.v + row * tokens.v_row + head * V
@@ -142,7 +143,7 @@ def window_kernel(
     u = substitute(beta[None, :] * (v - predicted), system * beta[None, :], T, BT)  # [BV, BT]
     upto = token[:, None] <= token[None, :]
     own = tl.where(upto, between * k_q, 0.0)
-    answer = dot(u, own, answer, FULL)
+    answer = exact_dot(u, own, answer, FULL)
     # A ring without room is a caller's mistake; no number may come of it.
     tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
 
@@ -191,9 +192,9 @@ def window(
         **constants,
         **pieces(policy, constants),
         READ=policy.read_storage,
-        STATE_KEYS=precision(unscaled_dtype(policy.read_storage), readers),
-        KEYS=precision(keys, readers),
-        FULL=precision(torch.float32, torch.float32),
+        STATE_KEYS=precision_of(unscaled_dtype(policy.read_storage), readers),
+        KEYS=precision_of(keys, readers),
+        FULL=precision_of(torch.float32, torch.float32),
         **launch.options(),
         BV=launch.block_v,
         BT=power_of_two(count),
