@@ -75,19 +75,20 @@ class ModelSubject:
         return Lockstep(self._loaded.adapter, [reference, *arms], window=spec.window)
 
     def effective(self, engine: Lockstep) -> dict:
-        """Dtypes in which each arm's tensors really lie, read back from the caches of its first
-        layer.
+        """What really runs and is stored, read back: backends, the library functions that were
+        replaced, dtypes of each arm's stored tensors (first layer) and of the library's own cache.
         """
-        prefix = f"stream.session.{engine.layers[0]}."
-        stored: dict[str, dict[str, str]] = {arm.label: {} for arm in engine.arms}
-        for name, tensor in engine.engine_state().items():
-            if not name.startswith(prefix):
-                continue
-            group, _, part = name.removeprefix(prefix).partition(".")
-            if int(group) < len(engine.arms) and part.startswith(_STORED):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                stored[engine.arms[int(group)].label][part] = dtype
-        return {"backends": list(engine.backends), "stored": stored}
+        found = engine.effective()
+        stored = {
+            arm: {part: dtype for part, dtype in dtypes.items() if part.startswith(_STORED)}
+            for arm, dtypes in found["dtypes"].items()
+        }
+        return {
+            "backends": list(engine.backends),
+            "replaced": found["replaced"],
+            "stored": stored,
+            "cache": found["cache"],
+        }
 
 
 def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
