@@ -96,7 +96,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     for result in results:
         runs.append(result.run)
         print(task_markdown(load_task_record(result.run)))
-        print(f"{result.generated} answers generated: {result.run.path}\n")
+        rate = f"{result.tokens:,} tokens in {result.seconds:,.0f} s" if result.generated else ""
+        if result.generated and result.seconds >= 1:
+            rate += f" ({result.tokens / result.seconds:,.0f} tok/s)"
+        print(f"{result.generated} answers generated{rate and ', ' + rate}: {result.run.path}\n")
         for task in result.summary["tasks"]:
             for line in task["warnings"]:
                 print(f"replayssm: warning: {task['task']}: {line}", file=sys.stderr)

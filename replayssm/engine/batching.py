@@ -103,9 +103,13 @@ def generate_many(
 ) -> Iterator[Completion]:
     """Yield a completion for every request as it ends, under `policy`.
 
-    Args: lanes: sequences decoded at once, rounded up to a multiple of 8. stop_tokens: ids that end
-    any sequence. sampler: default greedy. seed: of stochastic rounding. prefill: tokens of a prompt
-            that are prefilled; the policy acts on the rest already. Default: all.
+    Args:
+        lanes: sequences decoded at once, rounded up to a multiple of 8.
+        stop_tokens: ids that end any sequence.
+        sampler: default greedy.
+        seed: of stochastic rounding.
+        prefill: tokens of a prompt that are prefilled; the policy acts on the rest already.
+            Default: all.
 
     Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
     reached: check all of them first), or if logits are not finite.

@@ -111,7 +111,7 @@ def gpqa_question(row: dict) -> dict:
     missing = [name for name in _GPQA_COLUMNS if not isinstance(row.get(name), str)]
     if missing:
         raise ValueError(f"GPQA: a row has no column {missing[0]!r}; columns: {sorted(row)[:8]}")
-    question, *choices = (" ".join(row[name].split(" ")).strip() for name in _GPQA_COLUMNS)
+    question, *choices = (row[name].strip() for name in _GPQA_COLUMNS)
 
     def key(index: int) -> str:
         return hashlib.sha256(f"{question}\0{choices[index]}\0{index}".encode()).hexdigest()

@@ -8,6 +8,7 @@ evaluator, cache and statistics are not used (see `samples` and `compare` for wh
 import contextlib
 import io
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -138,11 +139,13 @@ def _gold(task: str, kind: str, target: str) -> str:
 # -- a run -----------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class TaskRunResult:
-    """One run: its folder, its summary, and how many samples were generated for it now."""
+    """One run: its folder, its summary, and what was generated for it now, in which time."""
 
     run: TaskRun
     summary: dict
     generated: int
+    tokens: int
+    seconds: float
 
 
 def run_tasks(
@@ -265,7 +268,7 @@ class _Evaluation:
             self.run_folder.begin(self.document, asked)
             folder.set_status("started")
             try:
-                generated = self._generate(progress)
+                generated, tokens, seconds = self._generate(progress)
                 if not folder.provenance_path.exists():
                     self._write_provenance()  # every answer was stored already
                 summary = rescore(self.run_folder)
@@ -273,14 +276,21 @@ class _Evaluation:
             except Exception as error:
                 folder.fail(error, traceback.format_exc())
                 raise
-        return TaskRunResult(run=self.run_folder, summary=summary, generated=generated)
+        return TaskRunResult(
+            run=self.run_folder,
+            summary=summary,
+            generated=generated,
+            tokens=tokens,
+            seconds=seconds,
+        )
 
-    def _generate(self, progress: bool) -> int:
+    def _generate(self, progress: bool) -> tuple[int, int, float]:
+        """Generate what is missing; (answers, their tokens, seconds)."""
         counts = [
             len(task.questions) * self.spec.samples_of(request)
             for request, task in zip(self.spec.tasks, self.tasks, strict=True)
         ]
-        generated = tokens = 0
+        started, generated, tokens = time.monotonic(), 0, 0
         with tqdm(
             total=sum(counts) * len(self.responders),
             unit="answer",
@@ -299,9 +309,10 @@ class _Evaluation:
                             store.add(sample)
                             generated, tokens = generated + 1, tokens + sample.new_tokens
                             bar.update()
-                            bar.set_postfix_str(_rate(bar, tokens), refresh=False)
+                            rate = tokens / max(1e-9, time.monotonic() - started)
+                            bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
                         store.finish()
-        return generated
+        return generated, tokens, time.monotonic() - started
 
     def _answers(self, arm: int, number: int, missing: list[Prompt]) -> Iterator[Sample]:
         task = self.tasks[number]
@@ -347,8 +358,3 @@ class _Evaluation:
                 "inputs": self.inputs,
             },
         )
-
-
-def _rate(bar: tqdm, tokens: int) -> str:
-    elapsed = bar.format_dict["elapsed"]
-    return f"{tokens / elapsed:.0f} tok/s" if elapsed else ""
