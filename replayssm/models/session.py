@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from replayssm.cache.replay import ReplayCache
 from replayssm.models.adapter import Adapter, RecurrentLayer
+from replayssm.models.attention import shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
 from replayssm.models.patching import (
     claimed_layer,
@@ -29,6 +30,7 @@ from replayssm.models.patching import (
     replaced_forward,
     replaced_functions,
 )
+from replayssm.models.threads import few_threads
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import StateUpdate
 
@@ -133,6 +135,8 @@ class ReplaySession:
                 faulty = getattr(layer.mixer, self.adapter.architecture.one_token_fault or "", None)
                 if faulty is not None and not isinstance(faulty, nn.Identity):
                     stack.enter_context(replaced_forward(faulty, never_one_token))
+            stack.enter_context(few_threads(self.adapter.device))
+            stack.enter_context(shared_key_attention(self.adapter.config))
             stack.enter_context(replaced_forward(self.adapter.head, self.adapter.fp32_head))
             self._active = stack.pop_all()
         return self

@@ -27,7 +27,7 @@ def snapshot(adapter: Adapter) -> tuple:
     """Everything a session may touch: the modeling module, and every instance's own attributes."""
     module = importlib.import_module(adapter.module_name)
     instances = [(name, dict(m.__dict__)) for name, m in adapter.model.named_modules()]
-    return dict(module.__dict__), instances
+    return dict(module.__dict__), instances, adapter.config._attn_implementation
 
 
 def logits(adapter: Adapter, tokens: torch.Tensor) -> torch.Tensor:
