@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from replayssm.engine.lockstep import ROW_MULTIPLE
+from replayssm.engine.prefills import PrefillCache
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
@@ -99,6 +100,7 @@ def generate_many(
     sampler: Sampler | None = None,
     seed: int = 0,
     prefill: int | None = None,
+    prefills: PrefillCache | None = None,
     backend: str = "auto",
 ) -> Iterator[Completion]:
     """Yield a completion for every request as it ends, under `policy`.
@@ -110,6 +112,7 @@ def generate_many(
         seed: of stochastic rounding.
         prefill: tokens of a prompt that are prefilled; the policy acts on the rest already.
             Default: all.
+        prefills: prompts that were run already; default: none are kept.
 
     Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
     reached: check all of them first), or if logits are not finite.
@@ -118,7 +121,11 @@ def generate_many(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     batch = _Batch(adapter, policy, -(-lanes // ROW_MULTIPLE) * ROW_MULTIPLE, seed, backend)
-    waiting = batch.prefilled(requests) if prefill is None else batch.read(requests, prefill)
+    if prefill is not None:
+        waiting = batch.read(requests, prefill)
+    else:
+        prefills = prefills or PrefillCache(adapter, max_bytes=0, backend=backend)
+        waiting = batch.prefilled(requests, prefills)
     sampler, stops = sampler or Sampler(), frozenset(stop_tokens)
     while True:
         for place in batch.free():
@@ -191,14 +198,14 @@ class _Batch:
         return [place for place, lane in enumerate(self.lanes) if lane is not None]
 
     # -- prompts -----------------------------------------------------------------------------------
-    def prefilled(self, requests: Iterable[Request]) -> Iterator[_Row]:
+    def prefilled(self, requests: Iterable[Request], prefills: PrefillCache) -> Iterator[_Row]:
         """Each request after its whole prompt has been prefilled, on its own."""
         for index, request in enumerate(requests):
             length = len(request.prompt)
             stream = self._stream([request], length + request.max_new_tokens)
-            logits = stream.prefill(torch.tensor([list(request.prompt)]))[0]
-            self._open(stream)
-            stream.hand_over()
+            prompt, logits = prefills.run(request.prompt)
+            self._open(prompt)
+            stream.continue_from(prompt)
             lane = _Lane(index=index, request=request, position=length)
             yield _Row(
                 lane=lane,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replayssm.engine.batching import Completion, Request, generate_many
+from replayssm.engine.prefills import PrefillCache
 from replayssm.engine.sampling import Sampler
 from replayssm.models.loading import LoadedModel
 from replayssm.policy import PrecisionPolicy
@@ -125,11 +126,15 @@ class Responder:
         return encoded
 
     def respond(
-        self, prompts: Sequence[Prompt], settings: Settings
+        self,
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        prefills: PrefillCache | None = None,
     ) -> Iterator[tuple[int, Sample]]:
         """(index into `prompts`, sample) of every prompt, in the order in which they end.
 
-        All prompts are checked before the first token is generated.
+        All prompts are checked before the first token is generated. prefills: of this model,
+        shared with other policies that answer the same prompts.
         """
         encoded = self.check(prompts, settings)
         asked = [
@@ -150,6 +155,7 @@ class Responder:
             sampler=Sampler(temperature=settings.temperature, seed=self.seed),
             seed=self.seed,
             prefill=settings.prefill,
+            prefills=prefills,
             backend=self.backend,
         )
         for completion in done:

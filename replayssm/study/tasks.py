@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from replayssm.engine.lockstep import Arm, Lockstep
+from replayssm.engine.prefills import PrefillCache
 from replayssm.models.loading import LoadedModel
 from replayssm.study.answers import KINDS, extract
 from replayssm.study.config import nearest
@@ -298,6 +299,7 @@ class _Evaluation:
         ) as bar:
             for number, request in enumerate(self.spec.tasks):
                 prompts = self._prompts(self.tasks[number], self.spec.samples_of(request))
+                prefills = PrefillCache(self.loaded.adapter, backend=self.backend)
                 for arm, described in enumerate(self.spec.arms()):
                     bar.set_description(f"{request.name}, {described.label}")
                     with self._store(arm, number) as store:
@@ -305,7 +307,7 @@ class _Evaluation:
                         if missing and not generated:
                             self._write_provenance()
                         bar.update(len(prompts) - len(missing))
-                        for sample in self._answers(arm, number, missing):
+                        for sample in self._answers(arm, number, missing, prefills):
                             store.add(sample)
                             generated, tokens = generated + 1, tokens + sample.new_tokens
                             bar.update()
@@ -314,10 +316,12 @@ class _Evaluation:
                         store.finish()
         return generated, tokens, time.monotonic() - started
 
-    def _answers(self, arm: int, number: int, missing: list[Prompt]) -> Iterator[Sample]:
+    def _answers(
+        self, arm: int, number: int, missing: list[Prompt], prefills: PrefillCache
+    ) -> Iterator[Sample]:
         task = self.tasks[number]
         where = {question.question: i for i, question in enumerate(task.questions)}
-        for _, sample in self.responders[arm].respond(missing, self.settings[number]):
+        for _, sample in self.responders[arm].respond(missing, self.settings[number], prefills):
             scores = task.filters(where[sample.question], sample.answer)
             yield Sample(**vars(sample) | {"filters": scores})
 
