@@ -1,7 +1,7 @@
 """Prompts that are run once for many policies and samples.
 
-Owns prefilled prompts and how many of them are kept. Must not know what continues them. A prefill rounds
-nothing, so its state and logits are the same for every policy, seed and sample.
+Owns prefilled prompts and how many of them are kept. Must not know what continues them. A prefill
+rounds nothing, so its state and logits are the same for every policy, seed and sample.
 """
 
 from collections.abc import Sequence

@@ -35,8 +35,9 @@ _GPQA_HELP = (
 def evals_folder() -> Path:
     """The folder of task files: of the clone, or packed into the wheel."""
     package = Path(replayssm.__file__).parent
-    clone = package.parent / "evals"
-    return clone if clone.is_dir() else package / "_packaged" / "evals"
+    if (package.parent / "pyproject.toml").exists():
+        return package.parent / "evals"
+    return package / "_packaged" / "evals"
 
 
 # -- data sets, as lm-eval calls them --------------------------------------------------------------
