@@ -117,16 +117,17 @@ def decode_kernel(
         tl.store(out + i * V, answer, mask=in_v)
 
         here = first + count
-        tl.store(ring.u + here * V + value, u, mask=in_v & fits)
-        if ring.v is not None:
-            tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v & fits)
-        if (tile == 0) & (head % (HV // HK) == 0):
-            k_held = k.to(ring.k.dtype.element_ty)
-            tl.store(keys + count * K + column, k_held, mask=in_k & fits)
-        if tile == 0:
-            tl.store(ring.g + here, g, mask=fits)
-            if ring.beta is not None:
-                tl.store(ring.beta + here, beta, mask=fits)
+        if fits:
+            tl.store(ring.u + here * V + value, u, mask=in_v)
+            if ring.v is not None:
+                tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
+            if tile == 0:
+                tl.store(ring.g + here, g)
+                if ring.beta is not None:
+                    tl.store(ring.beta + here, beta)
+                if head % (HV // HK) == 0:
+                    k_held = k.to(ring.k.dtype.element_ty)
+                    tl.store(keys + count * K + column, k_held, mask=in_k)
 
         if FOLD:
             if count == L - 1:

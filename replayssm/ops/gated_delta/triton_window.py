@@ -84,7 +84,6 @@ def window_kernel(
     first = (slot * HV + head) * L  # this head's oldest record
     here = count + token
     fits = new & (here < L)
-    appends = fits & (tile == 0) & (head % (HV // HK) == 0)
 
     # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
     # PIECES rows of K / PIECES.
@@ -113,8 +112,10 @@ def window_kernel(
             past_q = exact_dot(k_past, q_t, past_q, KEYS)
         k_k = exact_dot(k, k_t, k_k, KEYS)
         k_q = exact_dot(k, q_t, k_q, KEYS)
-        target = keys + here[:, None] * K + column[None, :]
-        tl.store(target, k.to(ring.k.dtype.element_ty), mask=appends[:, None] & in_k[None, :])
+        if (tile == 0) & (head % (HV // HK) == 0):
+            target = keys + here[:, None] * K + column[None, :]
+            k_held = k.to(ring.k.dtype.element_ty)
+            tl.store(target, k_held, mask=fits[:, None] & in_k[None, :])
 
     g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
     g = tl.load(g, mask=new, other=0.0)
