@@ -106,12 +106,13 @@ def decode_kernel(
     fits = pos < L
     tl.store(out + row * (H * P) + state_row, tl.where(fits, y, float("nan")), mask=in_tile)
 
-    FORMAT: tl.constexpr = fact(RING, "format")
-    tl.store(ring_x + pos * P, encode_elements(x_new, FORMAT), mask=in_tile & fits)
-    if first_p == 0:
-        tl.store(ring_dt + pos, dt_new, mask=in_heads & fits)
-        if tl.program_id(0) % (tl.num_programs(0) // G) == 0:
-            tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=(n < N) & fits)
+    if fits:
+        FORMAT: tl.constexpr = fact(RING, "format")
+        tl.store(ring_x + pos * P, encode_elements(x_new, FORMAT), mask=in_tile)
+        if first_p == 0:
+            tl.store(ring_dt + pos, dt_new, mask=in_heads)
+            if tl.program_id(0) % (tl.num_programs(0) // G) == 0:
+                tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=n < N)
 
     full = pos + 1 == L
     if FLUSH:
@@ -210,7 +211,9 @@ def _launch(
     layer: int = 0,
 ) -> Tensor:
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
-    launch = launch or triton_launch.default_launch("step" if flushes else "decode", policy, sizes)
+    launch = launch or triton_launch.default_launch(
+        "step" if flushes else "decode", policy, sizes, inputs.x.shape[0]
+    )
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     decode_kernel[(triton_launch.tiles(sizes, launch), inputs.x.shape[0])](
         out,

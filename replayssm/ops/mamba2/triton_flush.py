@@ -107,7 +107,7 @@ def flush(
     """
     triton_launch.check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
-    launch = launch or triton_launch.default_launch("flush", policy, sizes)
+    launch = launch or triton_launch.default_launch("flush", policy, sizes, len(cursors.slots))
     tiles = triton_launch.tiles(sizes, launch)
     loop = math.gcd(launch.loop, tiles)
     flush_kernel[(tiles // loop, cursors.slots.shape[0])](

@@ -72,15 +72,18 @@ class Launch:
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
 _TABLE = {
-    "decode": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (256, 4, None)},
+    "decode": {32: (128, 4, None), 16: (128, 4, None), 8: (128, 4, None), 4: (256, 4, None)},
     "step": {32: (64, 8, 128), 16: (64, 8, 128), 8: (64, 8, None), 4: (64, 8, None)},
     "flush": {32: (64, 8, None), 16: (64, 8, None), 8: (64, 8, None), 4: (64, 8, None)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
 
+# With fewer tiles than this, a large GPU has idle multiprocessors: take small ones.
+_ENOUGH_TILES = 256
 
-def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes) -> Launch:
-    """Launch parameters of a kernel for a policy and a geometry."""
+
+def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: int) -> Launch:
+    """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
     rows, num_warps, maxnreg = _TABLE[kernel][bits]
@@ -93,6 +96,8 @@ def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes) -> Launch
     if kernel == "window":
         return Launch(block_p=block_p, loop=4, num_warps=8 if block_p > 64 else num_warps)
     heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
+    if batch * sizes["H"] * sizes["P"] < _ENOUGH_TILES * rows:
+        rows = 64
     heads = max(1, min(rows // block_p, heads_per_group))
     # A flush follows every step of a policy with two copies: rows not due must cost little.
     loop = 8 if kernel == "flush" else 1

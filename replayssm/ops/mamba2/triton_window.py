@@ -135,7 +135,7 @@ def window(
     """
     count = inputs.x.shape[1]
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=count)
-    launch = launch or triton_launch.default_launch("window", policy, sizes)
+    launch = launch or triton_launch.default_launch("window", policy, sizes, inputs.x.shape[0])
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     tiles = triton_launch.tiles(sizes, launch)
     loop = math.gcd(launch.loop, tiles // sizes["G"])
