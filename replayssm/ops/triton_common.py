@@ -90,20 +90,13 @@ def interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def product_precision(exact_in_bf16: bool) -> str:
-    """How `exact_dot` multiplies here; `exact_in_bf16`: its second operand holds BF16 values."""
-    if interpreted():
-        return "ieee"
-    return "bf16_terms" if exact_in_bf16 else "tf32x3"
-
-
 def precision_of(a: torch.dtype, b: torch.dtype) -> str:
     """How `exact_dot` multiplies here, given for each operand a dtype that holds its values."""
     if interpreted():
         return "ieee"
     if torch.float32 not in (a, b):
         return "bf16" if a == b == torch.bfloat16 else "tf32"
-    return product_precision(b == torch.bfloat16)
+    return "bf16_terms" if b == torch.bfloat16 else "tf32x3"
 
 
 @triton.jit
