@@ -139,6 +139,10 @@ class StateUpdate:
         Appends the tokens to the ring past the cursor, in place, and writes nothing else: without
         `commit` they leave no trace, and another window overwrites them.
         """
+        return self._window(cache, inputs)[0]
+
+    def _window(self, cache: ReplayCache, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Outputs, and the FP32 values of the copy that was read."""
         _check_precision(cache.seed.device)
         tokens = self._check_inputs(cache, inputs)
         fits = cache.ring_len - int(cache.pos.max())
@@ -149,9 +153,10 @@ class StateUpdate:
             )
         cursor = cache.cursor
         append(cache.ring, cursor, self._encode(inputs, cache))
-        read = cache.checkpoint if cache.read_copy is None else cache.read_copy
+        stored = cache.checkpoint if cache.read_copy is None else cache.read_copy
+        state = self.policy.read_storage.read(stored)
         outputs, computed = self._ops.window(
-            self.policy.read_storage.read(read),
+            state,
             self._decoded_ring(cache),
             cursor,
             inputs,
@@ -160,7 +165,7 @@ class StateUpdate:
         append(cache.ring, cursor, computed)
         cache.parameters = self._ops.parameters(inputs)
         cache.uncommitted = tokens
-        return outputs
+        return outputs, state
 
     def commit(self, cache: ReplayCache, accepted: int | Tensor) -> None:
         """Keeps the first `accepted` (one number, or [B]) tokens of the last window."""
@@ -188,15 +193,22 @@ class StateUpdate:
                     f"rows is {rows.dtype} {list(rows.shape)}, expected bool [{cache.batch}]"
                 )
             full &= rows.cpu()
+        self._flush(cache, full)
+
+    def _flush(self, cache: ReplayCache, rows: Tensor, checkpoint: Tensor | None = None) -> None:
+        """Flush of `rows`; `checkpoint` are the checkpoint's FP32 values where they are at hand."""
         cache.uncommitted = 0
-        if bool(full.all()):
-            self._write(cache, self._folded(cache))
-        elif bool(full.any()):
-            index = full.nonzero()[:, 0]
+        if bool(rows.all()):
+            self._write(cache, self._folded(cache, checkpoint))
+        elif bool(rows.any()):
+            index = rows.nonzero()[:, 0]
             part = cache.select(index)
-            self._write(part, self._folded(part), rows=index)
+            if checkpoint is not None:
+                checkpoint = checkpoint.index_select(0, index.to(checkpoint.device))
+            self._write(part, self._folded(part, checkpoint), rows=index)
             cache.assign(index, part)
 
+    @torch.no_grad()
     def step(self, cache: ReplayCache, inputs: Inputs) -> Tensor:
         """Outputs of any T tokens: windows that fit the ring, each committed, full rings flushed.
 
@@ -207,9 +219,12 @@ class StateUpdate:
         self.flush(cache, cache.pos == cache.ring_len)
         while done < total:
             tokens = min(total - done, cache.ring_len - int(cache.pos.max()))
-            outputs.append(self.window(cache, _tokens(inputs, done, done + tokens)))
+            output, read = self._window(cache, _tokens(inputs, done, done + tokens))
+            outputs.append(output)
             self.commit(cache, tokens)
-            self.flush(cache, cache.pos == cache.ring_len)
+            # With one copy, what outputs read is the checkpoint: it need not be decoded twice.
+            checkpoint = read if self.policy.read_copy is None else None
+            self._flush(cache, cache.pos == cache.ring_len, checkpoint)
             done += tokens
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -244,8 +259,9 @@ class StateUpdate:
         _check_precision(cache.seed.device)
         return self._folded(cache)
 
-    def _folded(self, cache: ReplayCache) -> Tensor:
-        checkpoint = self.policy.checkpoint.read(cache.checkpoint)
+    def _folded(self, cache: ReplayCache, checkpoint: Tensor | None = None) -> Tensor:
+        if checkpoint is None:
+            checkpoint = self.policy.checkpoint.read(cache.checkpoint)
         if not bool(cache.pos.any()):
             return checkpoint
         return self._ops.fold(
@@ -339,7 +355,8 @@ class StateUpdate:
         return tokens
 
     def _refuse_non_finite(self, cache: ReplayCache, state: Tensor, rows: Tensor | None) -> None:
-        if bool(state.abs().amax().isfinite()):
+        # One pass without a temporary; a sum that overflowed, too, is looked at closely.
+        if bool(state.sum().isfinite()) or bool(state.isfinite().all()):
             return
         row, head = (~state.isfinite()).flatten(2).any(-1).nonzero()[0].tolist()
         sequence, write = int(cache.sequence[row]), int(cache.flushes[row])

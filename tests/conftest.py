@@ -3,9 +3,12 @@
 import copy
 import os
 
-import pytest
-import torch
-from tiny_models import tiny_model as shared_tiny_model
+# Tests run in two processes; each computing with two threads would make both many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tiny_models import tiny_model as shared_tiny_model  # noqa: E402
 
 # Without a GPU kernels run in Triton's interpreter, which is chosen when triton is imported.
 if not torch.cuda.is_available():

@@ -36,6 +36,8 @@ SCHEMA = pa.schema(
             "top2_margin", pa.float32()
         ),  # reference: log-probability of best minus second best
         pa.field("nonfinite", pa.bool_(), nullable=False),
+        # State elements that saturated when written, since the text began, over all layers.
+        pa.field("saturated", pa.int64(), nullable=False),
     ]
 )
 
@@ -66,7 +68,8 @@ class Positions:
     """positions.parquet as dense arrays. Legend: A arms, P prompts, T scored positions.
 
     `kl`, `kl_reverse`, `delta_logp` [A, P, T] float32, NaN where logits were not finite, +inf kept;
-    `top1_match`, `nonfinite` [A, P, T] bool; `token` [P, T]; `position` [T]; `ref_entropy` [P, T].
+    `top1_match`, `nonfinite` [A, P, T] bool; `saturated` [A, P, T] int64, counted since the text
+    began; `token` [P, T]; `position` [T]; `ref_entropy` [P, T].
     """
 
     arms: tuple[str, ...]
@@ -78,6 +81,7 @@ class Positions:
     delta_logp: np.ndarray
     top1_match: np.ndarray
     nonfinite: np.ndarray
+    saturated: np.ndarray
 
     def first_nonfinite(self) -> list[dict]:
         """For each arm with non-finite logits: {"arm", "prompt", "position", "count", "of"} of the
@@ -127,4 +131,5 @@ def load_positions(path: Path, arms: list[str], *, prompts: int) -> Positions:
         delta_logp=cube("delta_logp"),
         top1_match=cube("top1_match"),
         nonfinite=cube("nonfinite"),
+        saturated=cube("saturated"),
     )

@@ -221,7 +221,8 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
     saving, saved_at = 0.0, time.monotonic()
     start, parts = position, []
     for logits, targets in _windows(spec, engine, text, position):
-        if records := _records(spec, logits, targets, position, prompts):
+        saturated = sum(engine.saturated(layer) for layer in engine.layers)[1:]
+        if records := _records(spec, logits, targets, saturated, position, prompts):
             parts.append(records)
         width = logits.shape[2]
         position += width
@@ -258,12 +259,17 @@ def _windows(spec: StudySpec, engine: Any, text: torch.Tensor, position: int) ->
 
 
 def _records(
-    spec: StudySpec, logits: torch.Tensor, targets: torch.Tensor, position: int, prompts: range
+    spec: StudySpec,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    saturated: torch.Tensor,
+    position: int,
+    prompts: range,
 ) -> list[dict]:
     """Columns of one window, a dict of flat arrays (position-major, arm-minor) for each prompt.
 
-    `logits` [1 + A, P, T, V] with the reference first, `targets` [P, T]; `position` is the window's
-    first.
+    `logits` [1 + A, P, T, V] with the reference first, `targets` [P, T], `saturated` [A, P] counts
+    at the end of the window; `position` is the window's first.
     """
     width = logits.shape[2]
     scored = [i for i in range(width) if (position + i) % spec.stride == 0]
@@ -301,6 +307,7 @@ def _records(
         "top1_match": per_arm(drift.top1_match),
         "top2_margin": per_row(drift.reference.top2_margin),
         "nonfinite": per_arm(drift.nonfinite),
+        "saturated": per_arm(saturated[:, :, None].expand(shape)),
     }
     tables = []
     for index, prompt in enumerate(prompts):

@@ -80,6 +80,7 @@ def window_statistics(positions: Positions, inside: np.ndarray, bootstrap: Boots
     nll = -positions.delta_logp[..., inside]
     bad = positions.nonfinite[..., inside]
     top1 = np.where(bad, np.nan, positions.top1_match[..., inside])
+    saturated = _increase(positions.saturated, inside).sum(-1)
     key = int(positions.position[inside][0])
     resampled = {
         "kl_mean": (kl, bootstrap.means(kl, key)),
@@ -98,10 +99,17 @@ def window_statistics(positions: Positions, inside: np.ndarray, bootstrap: Boots
         row["kl_min"] = float(finite.min()) if finite.size else None
         row["kl_reverse_mean"] = _mean(reverse[arm])
         row["nonfinite_count"] = int(bad[arm].sum())
+        row["saturated_count"] = int(saturated[arm])
         row["kl_infinite_count"] = int(np.isposinf(kl[arm]).sum())
         row["kl_negative_count"] = int((kl[arm] < NEGATIVE_KL_WARNING).sum())
         rows.append(row)
     return rows
+
+
+def _increase(counts: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    """How much running counts [A, P, T] grew over the positions `inside` [T] bool, [A, P]."""
+    first, last = np.flatnonzero(inside)[[0, -1]]
+    return counts[..., last] - (counts[..., first - 1] if first else 0)
 
 
 def growth_slopes(positions: Positions, windows: list, bootstrap: Bootstrap) -> list[dict]:

@@ -193,10 +193,14 @@ def _footer(record: RunRecord) -> list[str]:
         for key, what in (
             ("nonfinite_count", "non-finite logit rows, left out of the means"),
             ("kl_infinite_count", "infinite divergences, left out of the means"),
+            (
+                "saturated_count",
+                "state elements were beyond the format's range when written and saturated",
+            ),
             ("kl_negative_count", "divergences below -1e-5: more than rounding"),
         ):
             if whole[key]:
-                lines.append(f"- {arm['label']}: {whole[key]} {what}.")
+                lines.append(f"- {arm['label']}: {whole[key]:,} {what}.")
     lines.append(f"- run {record.run_id}, {record.provenance['environments'][-1]['summary']}")
     return lines
 

@@ -71,6 +71,14 @@ class FakeLockstep:
         total = sum(SIZES[p.label] for p in parts if p is not None)
         return total + (1e-6 if arm.control == "other_ring_len" else 0.0)
 
+    layers = (0, 1)
+
+    def saturated(self, layer):
+        """Grows along the text for FP16 arms only."""
+        fp16 = [False] + [arm.policy.checkpoint.label == "fp16" for arm in self.arms]
+        counts = torch.tensor(fp16) * (self.position // 32 + layer)
+        return counts[:, None].expand(-1, len(self.ids))
+
     def engine_state(self):
         return {
             "state": self.state,

@@ -8,7 +8,7 @@ from replayssm.study.bootstrap import Bootstrap, autocorrelation_time, interval
 from replayssm.study.records import Positions
 
 
-def make_positions(kl, *, stride=1, nonfinite=None, match=None):
+def make_positions(kl, *, stride=1, nonfinite=None, match=None, saturated=None):
     kl = np.asarray(kl, dtype=np.float32)
     arms, prompts, length = kl.shape
     bad = np.zeros(kl.shape, bool) if nonfinite is None else nonfinite
@@ -22,6 +22,7 @@ def make_positions(kl, *, stride=1, nonfinite=None, match=None):
         delta_logp=np.where(bad, np.nan, -kl),
         top1_match=np.ones(kl.shape, bool) if match is None else match,
         nonfinite=bad,
+        saturated=np.zeros(kl.shape, np.int64) if saturated is None else saturated,
     )
 
 
@@ -225,3 +226,14 @@ def test_two_policies_with_identical_results_mean_the_hook_is_dead():
     (line,) = failures(kl, [*arms, arm("nvfp4")])
     assert line == "hook not live: fp8 and nvfp4 gave identical results"
     assert failures(kl, [*arms, arm("fp8 again", identity="fp8")]) == []
+
+
+def test_saturated_elements_are_counted_within_the_window():
+    counts = np.cumsum(np.ones((2, 3, 40), np.int64), -1)
+    counts[1] = 0
+    positions = make_positions(np.ones((2, 3, 40)), saturated=counts)
+    bootstrap = Bootstrap(3, block=4)
+    whole = stats.window_statistics(positions, np.ones(40, bool), bootstrap)
+    tail = stats.window_statistics(positions, np.arange(40) >= 30, bootstrap)
+    assert [row["saturated_count"] for row in whole] == [3 * 40, 0]
+    assert [row["saturated_count"] for row in tail] == [3 * 10, 0]
