@@ -257,7 +257,7 @@ def _quieten_transformers() -> None:
     """
     import transformers
 
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+    if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
 
