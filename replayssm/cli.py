@@ -205,14 +205,15 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
         print(f"replayssm: warning: {line}", file=sys.stderr)
 
     def open_subject(model: str) -> ModelSubject:
+        subject = ModelSubject(
+            model, dtype=spec.dtype, device=device, trust_remote_code=arguments.trust_remote_code
+        )
         print(
             f"{model}: {spec.prompts} prompts x {spec.tokens:,} tokens, {len(spec.arms())} arms "
             f"beside the reference, on {device}",
             file=sys.stderr,
         )
-        return ModelSubject(
-            model, dtype=spec.dtype, device=device, trust_remote_code=arguments.trust_remote_code
-        )
+        return subject
 
     records, nonfinite, failures = [], [], []
     progress = not arguments.no_progress

@@ -466,7 +466,7 @@ def test_launch_parameters_and_strided_inputs_do_not_change_results():
         pool = make_pool(geometry, "fp16-sr@4", slots=3, rows=[2, 0])
         got = [pool.launch(step, tokens_of(given, 0, 1), launch=launches[0])]
         got.append(pool.launch(window, given, launch=launches[1]))
-        pool.launch(flush, None, rows=torch.tensor([1, 1]), launch=launches[0])
+        pool.launch(flush, None, rows=torch.tensor([1, 1], device=DEVICE), launch=launches[0])
         results.append(([*got], pool.bytes()))
     (first, first_bytes), (second, second_bytes) = results
     for a, b in zip(first, second, strict=True):
