@@ -1,8 +1,7 @@
 """Codes of values that are already on a format's grid, and the values of codes.
 
-Owns the code layout of single elements: torch dtypes, and E2M1 packed two codes a byte. Nothing
-    here
-rounds: library casts differ between versions and back ends on values off the grid, never on it.
+Owns the code layout of single elements: torch dtypes, and E2M1 packed two codes a byte. Rounds
+nothing: library casts differ between versions and back ends on values off the grid, never on it.
 """
 
 import torch
