@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replayssm.formats import scaling
 from replayssm.formats.block import BlockFormat
-from replayssm.formats.number import E8M0, NumberFormat
+from replayssm.formats.number import E8M0, FP32, NumberFormat
 from replayssm.formats.packing import decode_elements, encode_elements
 from replayssm.formats.quantized import Quantized
 from replayssm.formats.rounding import NEAREST_EVEN, Rounding, round_to_format
@@ -102,11 +102,11 @@ def quantize(
     matrices = x.flatten(0, -3)
     bits = None if random_bits is None else random_bits.flatten(0, -3)
     parts = []
-    for piece in _pieces(matrices):
+    for piece in _pieces(matrices) if fmt is not FP32 else [slice(0, matrices.shape[0])]:
         check = partial(_refuse_non_finite, first=piece.start, leading=leading, name=fmt.name)
         values = matrices[piece].to(torch.float32)
         parts.append(encode(values, None if bits is None else bits[piece], check))
-    whole = _Codes(*(None if c[0] is None else torch.cat(c) for c in zip(*parts, strict=True)))
+    whole = _Codes(*(_joined(c) for c in zip(*parts, strict=True)))
     direction = scaling.scale_type(fmt)
     return Quantized(
         format=fmt,
@@ -120,6 +120,8 @@ def quantize(
 
 def dequantize(q: Quantized) -> Tensor:
     """The FP32 values [B, ..., R, C] that a stored tensor stands for; a fresh tensor."""
+    if q.format is FP32:
+        return q.data.clone()
     leading = q.data.shape[:-2]
     stored = {name: t.flatten(0, -3) for name, t in q.tensors().items()}
     values = torch.empty(math.prod(leading), *q.shape[-2:], device=q.data.device)
@@ -137,6 +139,12 @@ def dequantize(q: Quantized) -> Tensor:
             if codes.scale is not None:
                 values[piece] *= codes.scale
     return values.unflatten(0, leading)
+
+
+def _joined(pieces: tuple[Tensor | None, ...]) -> Tensor | None:
+    if pieces[0] is None:
+        return None
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _pieces(matrices: Tensor) -> list[slice]:
