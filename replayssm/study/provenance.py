@@ -21,6 +21,7 @@ def environment(device: torch.device) -> dict:
     """What a run's numbers may depend on at rounding level, and a one-line `summary` of it."""
     commit, dirty = code_version()
     packages = {name: _package_version(name) for name in _PACKAGES}
+    packages["torch"] = torch.__version__  # names the build (+cpu, +cu130), as metadata may not
     threads = torch.get_num_threads()
     described = describe_device(device)
     code = replayssm.__version__ + (
