@@ -26,6 +26,8 @@ _EPILOG = (
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    # Read when transformers is imported, which only some commands do.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return arguments.command(arguments)
     except KeyboardInterrupt:
@@ -188,7 +190,6 @@ def _drift(arguments: argparse.Namespace) -> int:
 
 def _measure(spec, arguments: argparse.Namespace) -> int:
     """Run `spec`, print each run's summary as it is ready, draw the report."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from replayssm.study import report, tables

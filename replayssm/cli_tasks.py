@@ -5,7 +5,6 @@ inside the commands, so that `--help` does not wait for torch, and `rescore` nee
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +50,6 @@ def add_commands(command: Callable, *, execution: Callable, names: Callable) -> 
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from replayssm.study.task_spec import load_task_spec
 
     keys = ("models", "policies", "tasks", "limit", "samples", "batch_size")
@@ -134,7 +132,6 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 
 def _lm_eval(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from replayssm.study.lm_eval_model import run_command_line
     from replayssm.study.task_data import evals_folder
 
