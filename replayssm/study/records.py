@@ -1,7 +1,26 @@
-"""The columns of positions.parquet: their names and types, as a table and as dense arrays.
+"""The records of a run: names, types and meaning of every column, as tables and as dense arrays.
 
 Owns what one record holds and how it is read back. Knows no folders and no statistics; imports
-neither torch nor transformers.
+neither torch nor transformers. Positions count tokens since the prefill ended, from 0.
+
+    file                 one row per                            there when the study asks for
+    positions.parquet    prompt x position x arm                always; thinned by `positions`
+    segments.parquet     prompt x segment x arm (x phase)       always kept beside thinned positions
+    states.parquet       prompt x arm x layer x head x position `states`
+    generations.parquet  prompt x arm, the reference included   `free_running`
+
+summary.json holds every number that tables and figures show, computed from *all* positions before
+they are thinned, so a run can be reported from it alone. Beside the statistics of `stats.summarise`
+it has these keys, each absent unless measured:
+
+    files         {name: sha256} of the segment, state and generation records: ties them to it
+    arms[i].refresh  {"policy", "every"} of an arm with control "refresh": the policy's state is
+                  replaced by the exact one (rounded once) every `every` tokens
+    refresh       a row per refresh arm: policy, every, kl_mean (last quarter), kl_policy_mean (the
+                  same policy without refresh), ratio = kl_policy_mean / kl_mean, ratio_low,
+                  ratio_high (paired); near 1: what is measured is text, not accumulation
+    states        see `state_summary.summarise_states`
+    generations   see `generations.summarise_generations`
 """
 
 from collections.abc import Mapping
@@ -38,6 +57,73 @@ SCHEMA = pa.schema(
         pa.field("nonfinite", pa.bool_(), nullable=False),
         # State elements that saturated when written, since the text began, over all layers.
         pa.field("saturated", pa.int64(), nullable=False),
+    ]
+)
+
+# One row per prompt, segment [start, stop) of positions and arm: exact sums over all positions of
+# the segment. `phase` null: all ring phases; rows with a phase cover the whole run.
+SEGMENT_SCHEMA = pa.schema(
+    [
+        pa.field("prompt", pa.int32(), nullable=False),
+        pa.field("start", pa.int32(), nullable=False),
+        pa.field("stop", pa.int32(), nullable=False),
+        pa.field("phase", pa.int32()),
+        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("count", pa.int32(), nullable=False),  # positions with a finite KL: of the sums
+        pa.field("nonfinite", pa.int32(), nullable=False),  # left out of every sum
+        pa.field("infinite", pa.int32(), nullable=False),  # KL = +inf, left out of every sum
+        pa.field("kl_sum", pa.float64(), nullable=False),
+        pa.field("kl_square_sum", pa.float64(), nullable=False),
+        pa.field("kl_reverse_sum", pa.float64(), nullable=False),
+        pa.field("excess_nll_sum", pa.float64(), nullable=False),
+        pa.field("ref_entropy_sum", pa.float64(), nullable=False),
+        pa.field("top1_matches", pa.int32(), nullable=False),
+        # Quantiles are null where there are fewer than 10 / (1 - q) values.
+        pa.field("kl_p50", pa.float32()),
+        pa.field("kl_p90", pa.float32()),
+        pa.field("kl_p99", pa.float32()),
+        pa.field("kl_p999", pa.float32()),
+        pa.field("kl_max", pa.float32()),
+        pa.field("saturated", pa.int64(), nullable=False),  # elements, in this segment; phase: 0
+    ]
+)
+
+# One row per prompt, arm, recurrent layer, head and position, taken when every arm has just
+# flushed. Errors are ||arm - reference|| / ||reference|| of one head, against the reference row's
+# FP32 state; values are kept to 12 significant bits.
+STATE_SCHEMA = pa.schema(
+    [
+        pa.field("prompt", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),  # tokens read when this was measured
+        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("layer", pa.int32(), nullable=False),  # index in the model
+        pa.field("head", pa.int32(), nullable=False),
+        pa.field("checkpoint_error", pa.float32()),  # of the checkpoint as stored
+        pa.field("read_error", pa.float32()),  # of the read copy; null without one
+        pa.field("output_error", pa.float32()),  # of the layer's outputs in the last window
+        pa.field("state_norm", pa.float32()),  # ||checkpoint||, Frobenius
+        pa.field("underflowed", pa.float32()),  # share of elements read as 0 that are not 0 exactly
+        # Elements of the layer (all heads) that saturated when written, since the text began.
+        pa.field("layer_saturated", pa.int64(), nullable=False),
+        pa.field("log_decay", pa.float32()),  # mean per token so far, reference row's inputs
+        # Sum over the writes so far of the squared decay since each, at this arm's ring length: the
+        # theory's error is rho * u * sqrt(writes) (`theory.predicted_error`).
+        pa.field("writes", pa.float32()),
+    ]
+)
+
+# One row per prompt and arm (arm "reference" first): what it wrote by itself, `free_running`.
+GENERATION_SCHEMA = pa.schema(
+    [
+        pa.field("prompt", pa.int32(), nullable=False),
+        pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),  # tokens before the stop token or the cap
+        pa.field("stopped", pa.bool_(), nullable=False),
+        # First token that is not the reference's; null: none before the shorter one ended.
+        pa.field("first_divergence", pa.int32()),
+        pa.field("repeated_share", pa.float32()),  # of 8-grams that occurred before in the text
+        pa.field("loop", pa.bool_(), nullable=False),  # ends going round in circles
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
     ]
 )
 
