@@ -1,11 +1,12 @@
-"""The `replayssm` command: run, drift, status, report, policies, models; tasks are in `cli_tasks`.
+"""The `replayssm` command: run, drift, status, report, policies, models; what judges and explains
+drift runs is in `cli_study`, tasks are in `cli_tasks`.
 
 Owns argument names, what is printed, and exit codes. Imports are made inside the commands, so that
 `--help`, `status`, `models` and `report` do not wait for torch.
 
 Exit codes: 0 done; 1 measured, but a control failed or `report --check` found a stale file, so the
-numbers must not be used; 2 bad input or environment (one line on stderr, `--debug` shows the
-traceback).
+numbers must not be used, or a policy is outside the limits of `gate`; 2 bad input or environment
+(one line on stderr, `--debug` shows the traceback).
 """
 
 import argparse
@@ -14,12 +15,12 @@ import os
 import sys
 from pathlib import Path
 
-from replayssm import cli_tasks
+from replayssm import cli_study, cli_tasks
 from replayssm.models.errors import HookNotLiveError
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 measured but not to be trusted (a control failed, a figure is stale), "
-    "2 bad input."
+    "Exit codes: 0 done, 1 measured but not to be trusted (a control failed, a figure is stale) or "
+    "outside the limits of gate or recommend, 2 bad input."
 )
 
 
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _execution(drift)
 
     cli_tasks.add_commands(command, execution=_execution, names=_names)
+    cli_study.add_commands(command)
 
     status = command("status", _status, "List runs and how far they are.")
     status.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"), metavar="RUNS")
