@@ -12,7 +12,7 @@ A session starts from zero state and goes through two phases:
 Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +98,9 @@ class ReplaySession:
         self._active: ExitStack | None = None
         self.decoding = False
         self.replaced: dict[str, str] = {}
+        # Called with (layer index, inputs of the operator, its outputs) of every decode pass, all
+        # rows; may keep the tensors, must not write them.
+        self.observer: Callable[[int, Any, Tensor], None] | None = None
 
     def _make_layer(self, layer: RecurrentLayer, backend: str) -> _LayerState:
         family = self.adapter.family
@@ -175,6 +178,8 @@ class ReplaySession:
                 raise UnsupportedInputError(f"the session decodes {self.rows} rows, got {rows}")
             parts = [self._run_group(state, index, inputs) for index in range(len(self.groups))]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if self.observer is not None:
+                self.observer(state.layer.index, inputs, out)
         state.tokens += tokens
         return out
 
@@ -268,6 +273,11 @@ class ReplaySession:
         """
         state = self._find(layer)
         return [u.state(c) for u, c in zip(state.updates, state.caches, strict=True)]
+
+    def updates(self, layer: int) -> list[tuple[StateUpdate, ReplayCache]]:
+        """State update and cache of each group at model layer `layer`, by reference."""
+        state = self._find(layer)
+        return list(zip(state.updates, state.caches, strict=True))
 
     def saturated(self, layer: int) -> list[Tensor]:
         """Elements that saturated so far at model layer `layer`: int64 [rows] for each group."""

@@ -44,6 +44,9 @@ class Family(Protocol):
     def scale_log_decay(self, inputs: Any, factor: float) -> Any:
         """The inputs with every log decay times `factor` (the deliberate fault of a study)."""
 
+    def log_decay(self, inputs: Any) -> Tensor:
+        """Log decay of every token and head, FP32 [B, T, H], <= 0."""
+
 
 def get_family(name: str) -> Family:
     """The family called `name` ("gated_delta" or "mamba2")."""

@@ -59,6 +59,9 @@ class GatedDelta:
     def scale_log_decay(self, inputs: GatedDeltaInputs, factor: float) -> GatedDeltaInputs:
         return inputs._replace(g=inputs.g * factor)
 
+    def log_decay(self, inputs: GatedDeltaInputs) -> Tensor:
+        return inputs.g
+
 
 def _gated_delta_rule(
     mixer: nn.Module,

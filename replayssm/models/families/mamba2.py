@@ -73,6 +73,9 @@ class Mamba2:
     def scale_log_decay(self, inputs: Mamba2Inputs, factor: float) -> Mamba2Inputs:
         return inputs._replace(A=inputs.A * factor)
 
+    def log_decay(self, inputs: Mamba2Inputs) -> Tensor:
+        return inputs.dt * inputs.A
+
 
 def _one_token(
     mixer: nn.Module,
