@@ -446,12 +446,18 @@ def test_step_is_decode_then_commit_then_flush(policy):
         other.flush()
         assert one.cursors.pos.tolist() == other.cursors.pos.tolist()
         assert one.cursors.flushes.tolist() == other.cursors.flushes.tolist()
-        # The fold is the same sum in another order: now and then a code falls to the other side.
-        a, b = (values(pool.checkpoint, pool.policy.checkpoint) for pool in (one, other))
+        # The fold is the same sum in another order. A scale may move by its last bit, and now and
+        # then a code falls to the other side.
         if policy.startswith("fp32"):
-            assert relative(a, b) < FP32_ACCURATE
+            assert relative(one.checkpoint.data, other.checkpoint.data) < FP32_ACCURATE
         else:
-            assert float((a != b).double().mean()) < 5e-3
+            a, b = one.checkpoint.tensors(), other.checkpoint.tensors()
+            assert float((a["data"] != b["data"]).double().mean()) < 5e-3
+            for name in a.keys() & {"scale", "tensor_scale"}:
+                if a[name].dtype == torch.float32:
+                    assert relative(a[name], b[name]) < FP32_ACCURATE
+                else:
+                    assert float((a[name] != b[name]).double().mean()) < 5e-3
         for name, tensor in other.tensors().items():
             tensor.copy_(one.tensors()[name])
 

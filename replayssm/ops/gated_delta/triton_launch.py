@@ -214,9 +214,11 @@ def state_width(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
 def pieces(policy: PrecisionPolicy, constants: Mapping[str, int]) -> dict[str, int]:
     """How the window kernel cuts products over K: into parts of 32 or 16 columns and whole blocks,
     or, where K has no such parts, not at all."""
-    block = getattr(policy.read_storage.format, "block_size", 16)
+    fmt = policy.read_storage.format
+    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
     for piece in (32, 16):
-        if constants["K"] % piece == 0 and piece % block == 0:
+        whole = constants["K"] % piece == 0 and piece % block == 0
+        if whole and piece >= layout.tile_width(1, policy.read_storage):
             return {"PIECES": constants["K"] // piece, "PIECE": piece}
     return {"PIECES": 1, "PIECE": state_width(policy, constants)}
 

@@ -55,9 +55,15 @@ def as_codes(tensor: Tensor) -> Tensor:
 
 
 def tile_width(cols: int, storage: Storage) -> int:
-    """Columns of a tile for `cols`: a power of two, whole blocks, at least 16 (for products)."""
+    """Columns of a tile for `cols`: a power of two, whole blocks, and enough for a product.
+
+    Triton gives each of the four lanes that share a row of an operand one register of the codes it
+    was loaded as: four FP32 columns, but 32 packed ones. In a narrower operand lanes repeat each
+    other, and the product counts some columns twice and others never (seen on Triton 3.6).
+    """
     block = storage.format.block_size if isinstance(storage.format, BlockFormat) else 1
-    return max(16, block, triton.next_power_of_2(cols))
+    least = 32 if is_packed(storage) else 16
+    return max(least, block, triton.next_power_of_2(cols))
 
 
 def refuse_unsupported(storage: Storage) -> None:
