@@ -26,15 +26,17 @@ from torch import Tensor
 from replayssm.cache.replay import ReplayCache
 from replayssm.formats.codec import NonFiniteStateError, Quantized
 from replayssm.ops.gated_delta import reference as gated_delta
+from replayssm.ops.kimi_delta import reference as kimi_delta
 from replayssm.ops.mamba2 import reference as mamba2
 from replayssm.ops.ring import append
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, Storage
 
-Inputs = mamba2.Mamba2Inputs | gated_delta.GatedDeltaInputs
+Inputs = mamba2.Mamba2Inputs | gated_delta.GatedDeltaInputs | kimi_delta.KimiDeltaInputs
 
 RECURRENCES: dict[str, tuple[ModuleType, type]] = {
     "mamba2": (mamba2, mamba2.Mamba2Geometry),
     "gated_delta": (gated_delta, gated_delta.GatedDeltaGeometry),
+    "kimi_delta": (kimi_delta, kimi_delta.KimiDeltaGeometry),
 }
 BACKENDS = ("auto", "reference", "triton")
 

@@ -1,13 +1,17 @@
-"""Random inputs for both recurrences, and the small tools their tests share.
+"""Random inputs for every recurrence, and the small tools their tests share.
 
 Decays range from a memory of a few tokens to thousands, keys share a mean (so that the triangular
 system of the delta rule is far from the identity) and write strengths reach 1.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
+from replayssm.ops import ring as R
 from replayssm.ops.gated_delta import GatedDeltaInputs
+from replayssm.ops.kimi_delta import KimiDeltaInputs
 from replayssm.ops.mamba2 import Mamba2Inputs
 from replayssm.policy import parse_policy
 from replayssm.state_update import RECURRENCES, StateUpdate
@@ -20,10 +24,14 @@ GEOMETRIES = {
     "delta-r1": ("gated_delta", dict(num_k_heads=2, num_v_heads=2, head_k_dim=16, head_v_dim=32)),
     "delta-r2-odd": ("gated_delta", dict(num_k_heads=3, num_v_heads=6, head_k_dim=5, head_v_dim=7)),
     "delta-r3": ("gated_delta", dict(num_k_heads=1, num_v_heads=3, head_k_dim=32, head_v_dim=16)),
+    "kimi-r1": ("kimi_delta", dict(num_k_heads=2, num_v_heads=2, head_k_dim=16, head_v_dim=32)),
+    "kimi-r2-odd": ("kimi_delta", dict(num_k_heads=3, num_v_heads=6, head_k_dim=5, head_v_dim=7)),
+    "kimi-r3": ("kimi_delta", dict(num_k_heads=1, num_v_heads=3, head_k_dim=32, head_v_dim=16)),
 }
 PLAIN = {
     "mamba2": dict(num_heads=4, head_dim=32, n_groups=2, d_state=32),
     "gated_delta": dict(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
+    "kimi_delta": dict(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
 }
 
 
@@ -53,18 +61,43 @@ def make_inputs(recurrence, geometry, batch, tokens, *, seed=0, dtype=torch.floa
         k_heads, v_heads = geometry["num_k_heads"], geometry["num_v_heads"]
         k_dim = geometry["head_k_dim"]
         rates = torch.logspace(-3.5, -0.3, v_heads, dtype=torch.float64)
-        inputs = GatedDeltaInputs(
-            q=F.normalize(normal(k_heads, k_dim) + 0.5, dim=-1) * k_dim**-0.5,
-            k=F.normalize(normal(k_heads, k_dim) + 0.5, dim=-1),
-            v=normal(v_heads, geometry["head_v_dim"]),
-            g=-rates * uniform(v_heads),
-            beta=uniform(v_heads),
-        )
+        q = F.normalize(normal(k_heads, k_dim) + 0.5, dim=-1) * k_dim**-0.5
+        k = F.normalize(normal(k_heads, k_dim) + 0.5, dim=-1)
+        v = normal(v_heads, geometry["head_v_dim"])
+        if recurrence == "gated_delta":
+            inputs = GatedDeltaInputs(q, k, v, g=-rates * uniform(v_heads), beta=uniform(v_heads))
+        else:
+            # Channels of a head forget at rates from a tenth of the head's to ten times that.
+            rates = rates[:, None] * torch.logspace(-1, 1, k_dim, dtype=torch.float64)
+            g = -rates * uniform(v_heads, k_dim)
+            inputs = KimiDeltaInputs(q, k, v, g=g, beta=uniform(v_heads))
         narrow = ("q", "k", "v")
     inputs = type(inputs)(*(t.to(dtype) for t in inputs))
     if ring is not None:
         inputs = inputs._replace(**{name: getattr(inputs, name).to(ring) for name in narrow})
     return inputs
+
+
+def setup(name, batch, tokens, ring_len, *, recompute=False, dtype=torch.float64, seed=0):
+    """Operator module, inputs, a random state and a ring full of NaN."""
+    recurrence, sizes = GEOMETRIES[name]
+    ops, make_geometry = RECURRENCES[recurrence]
+    geometry = make_geometry(**sizes)
+    inputs = make_inputs(recurrence, sizes, batch, tokens, dtype=dtype, seed=seed)
+    state = torch.randn(batch, *geometry.state_shape, dtype=dtype)
+    ring = {
+        record: torch.full((batch, heads, ring_len, *width), math.nan, dtype=dtype)
+        for record, (heads, *width) in ops.ring_layout(geometry, recompute=recompute).items()
+    }
+    return ops, inputs, state, ring
+
+
+def run_window(ops, state, ring, pos, inputs, *, recompute=False, operand="fp32"):
+    """Appends, computes, appends what was computed: what StateUpdate.window does."""
+    R.append(ring, pos, ops.records(inputs, recompute=recompute))
+    outputs, computed = ops.window(state, ring, pos, inputs, operand=operand)
+    R.append(ring, pos, computed)
+    return outputs
 
 
 def random_state(update, batch, *, seed=1, dtype=torch.float32):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from recurrence_cases import PLAIN, make_cache, make_inputs, make_update, oracle, relative
 
 from replayssm.ops.gated_delta import GatedDeltaInputs
+from replayssm.ops.kimi_delta import KimiDeltaInputs
 from replayssm.ops.mamba2 import Mamba2Inputs
 
 DECAYS = (0.9, 0.99, 0.999, 0.9999)
@@ -135,8 +136,10 @@ def test_error_of_a_read_copy_does_not_grow_with_t(recurrence, read_copy):
     else:
         # Orthogonal to what is stored on average: beta small, so that alpha decides how errors age.
         unit = [F.normalize(normal(2, width), dim=-1) for _ in range(2)]
-        gate = torch.full((2, tokens, 4), math.log(0.999))
-        inputs = GatedDeltaInputs(*unit, normal(4, width), gate, torch.full((2, tokens, 4), 0.02))
+        kimi = recurrence == "kimi_delta"
+        gate = torch.full((2, tokens, 4, width) if kimi else (2, tokens, 4), math.log(0.999))
+        kind = KimiDeltaInputs if kimi else GatedDeltaInputs
+        inputs = kind(*unit, normal(4, width), gate, torch.full((2, tokens, 4), 0.02))
     plain = make_update(recurrence, "fp32")
     state = torch.zeros(2, *plain.geometry.state_shape)
     exact = oracle(recurrence, state, inputs)[0]

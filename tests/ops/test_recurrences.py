@@ -1,40 +1,24 @@
-"""Both recurrences: the oracle against the formula, and window and fold against the oracle."""
+"""Every recurrence: the oracle against the formula, and window and fold against the oracle."""
 
 import math
 
 import pytest
 import torch
-from recurrence_cases import GEOMETRIES, make_inputs, relative, take_rows, take_tokens
+from recurrence_cases import (
+    GEOMETRIES,
+    relative,
+    run_window,
+    setup,
+    take_rows,
+    take_tokens,
+)
 
-from replayssm.ops import ring as R
 from replayssm.ops.gated_delta import GatedDeltaInputs
 from replayssm.ops.mamba2 import Mamba2Inputs
 from replayssm.state_update import RECURRENCES
 
 GEOMETRY = pytest.mark.parametrize("name", GEOMETRIES)
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["fold-u", "recompute-u"])
-
-
-def setup(name, batch, tokens, ring_len, *, recompute=False, dtype=torch.float64, seed=0):
-    """Operator module, inputs, a random state and a ring full of NaN."""
-    recurrence, sizes = GEOMETRIES[name]
-    ops, make_geometry = RECURRENCES[recurrence]
-    geometry = make_geometry(**sizes)
-    inputs = make_inputs(recurrence, sizes, batch, tokens, dtype=dtype, seed=seed)
-    state = torch.randn(batch, *geometry.state_shape, dtype=dtype)
-    ring = {
-        record: torch.full((batch, heads, ring_len, *width), math.nan, dtype=dtype)
-        for record, (heads, *width) in ops.ring_layout(geometry, recompute=recompute).items()
-    }
-    return ops, inputs, state, ring
-
-
-def run_window(ops, state, ring, pos, inputs, *, recompute=False, operand="fp32"):
-    """Appends, computes, appends what was computed: what StateUpdate.window does."""
-    R.append(ring, pos, ops.records(inputs, recompute=recompute))
-    outputs, computed = ops.window(state, ring, pos, inputs, operand=operand)
-    R.append(ring, pos, computed)
-    return outputs
 
 
 def test_mamba2_oracle_follows_the_formula_element_by_element():
@@ -169,14 +153,14 @@ def test_fp32_window_is_as_accurate_as_the_fp32_recurrence(name):
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-7, 1.0, 200.0])
-@pytest.mark.parametrize("name", ["mamba2-g3", "delta-r3"])
+@pytest.mark.parametrize("name", ["mamba2-g3", "delta-r3", "kimi-r3"])
 def test_extreme_decays_stay_finite_and_exact(name, rate):
     """From no decay at all to exp(-3200) over one window: no exp(-prefix) is ever formed."""
     ops, inputs, state, ring = setup(name, 2, 16, 16, dtype=torch.float32)
     if "mamba2" in name:
         inputs = inputs._replace(A=torch.full((6,), -rate), dt=torch.ones(2, 16, 6))
     else:
-        inputs = inputs._replace(g=torch.full((2, 16, 3), -rate))
+        inputs = inputs._replace(g=torch.full_like(inputs.g, -rate))
     expected, last = ops.recurrence(state.double(), inputs)
     outputs = run_window(ops, state, ring, 0, inputs)
     folded = ops.fold(state, ring, 16, ops.parameters(inputs))
@@ -184,28 +168,30 @@ def test_extreme_decays_stay_finite_and_exact(name, rate):
     assert relative(outputs, expected) < 1e-6 and relative(folded, last) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["delta-r3", "kimi-r3"])
 @pytest.mark.parametrize("spread", [1.0, 0.01, 0.0], ids=["random", "alike", "equal"])
-def test_triangular_solve_stays_accurate_for_repeated_keys(spread):
+def test_triangular_solve_stays_accurate_for_repeated_keys(name, spread):
     """Equal keys with beta = 1 make the powers of A explode: a Neumann product loses digits."""
-    ops, inputs, state, ring = setup("delta-r3", 2, 16, 16, dtype=torch.float32)
+    ops, inputs, state, ring = setup(name, 2, 16, 16, dtype=torch.float32)
     k = inputs.k[:, :1] + spread * (inputs.k - inputs.k[:, :1])
     k = torch.nn.functional.normalize(k, dim=-1)
-    inputs = inputs._replace(k=k, beta=torch.ones(2, 16, 3), g=torch.zeros(2, 16, 3))
+    inputs = inputs._replace(k=k, beta=torch.ones(2, 16, 3), g=torch.zeros_like(inputs.g))
     expected, last = ops.recurrence(state.double(), inputs)
     outputs = run_window(ops, state, ring, 0, inputs)
     assert relative(outputs, expected) < 2e-6
     assert relative(ops.fold(state, ring, 16, {}), last) < 2e-6
 
 
-def test_correction_survives_cancellation():
+@pytest.mark.parametrize("name", ["delta-r3", "kimi-r3"])
+def test_correction_survives_cancellation(name):
     """State over five decades, v within 1 % of what the state predicts: a TF32 read fails."""
-    ops, inputs, _, ring = setup("delta-r3", 4, 16, 16, dtype=torch.float32)
+    ops, inputs, _, ring = setup(name, 4, 16, 16, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     magnitude = 10 ** (torch.rand(4, 3, 16, 32, generator=generator) * 5 - 3)
     state = magnitude * torch.randn(4, 3, 16, 32, generator=generator).sign()
     value = torch.einsum("bhvk,btk->bthv", state, inputs.k[:, :, 0])
     noise = 1 + 0.02 * (torch.rand(value.shape, generator=generator) - 0.5)
-    inputs = inputs._replace(v=value * noise, g=torch.zeros(4, 16, 3))
+    inputs = inputs._replace(v=value * noise, g=torch.zeros_like(inputs.g))
     _, last = ops.recurrence(state.double(), inputs)
     run_window(ops, state, ring, 0, inputs)
     change = ops.fold(state, ring, 16, {}) - state
@@ -215,7 +201,7 @@ def test_correction_survives_cancellation():
     assert relative(ops.fold(state, ring_tf32, 16, {}) - state, last - state.double()) > 2e-3
 
 
-@pytest.mark.parametrize("name", ["mamba2-g3", "delta-r3"])
+@pytest.mark.parametrize("name", ["mamba2-g3", "delta-r3", "kimi-r3"])
 def test_newest_record_is_folded_without_decay(name):
     """The exponent of the newest term is exactly 0, whatever came before it."""
     ops, inputs, state, ring = setup(name, 1, 16, 16, dtype=torch.float32)
@@ -252,5 +238,6 @@ def test_operand_rounding_acts_on_window_and_fold(name, operand, low, high):
 def test_group_counts_must_divide():
     with pytest.raises(ValueError, match="num_heads 6.*n_groups 4"):
         RECURRENCES["mamba2"][1](num_heads=6, head_dim=8, n_groups=4, d_state=8)
-    with pytest.raises(ValueError, match="num_v_heads 6.*num_k_heads 4"):
-        RECURRENCES["gated_delta"][1](num_k_heads=4, num_v_heads=6, head_k_dim=8, head_v_dim=8)
+    for name in ("gated_delta", "kimi_delta"):
+        with pytest.raises(ValueError, match="num_v_heads 6.*num_k_heads 4"):
+            RECURRENCES[name][1](num_k_heads=4, num_v_heads=6, head_k_dim=8, head_v_dim=8)
