@@ -100,6 +100,13 @@ def precision_of(a: torch.dtype, b: torch.dtype) -> str:
 
 
 @triton.jit
+def _leading_bits(x):
+    """x cut to the eight significant bits of BF16: cheaper than rounding, and a sum of three such
+    terms is as exact."""
+    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
 
@@ -111,10 +118,10 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
     elif PRECISION == "bf16_terms":
-        high = a.to(tl.bfloat16)
-        a -= high.to(tl.float32)
-        middle = a.to(tl.bfloat16)
-        low = (a - middle.to(tl.float32)).to(tl.bfloat16)
+        high = _leading_bits(a)
+        middle = _leading_bits(a - high)
+        low = ((a - high) - middle).to(tl.bfloat16)
+        high, middle = high.to(tl.bfloat16), middle.to(tl.bfloat16)
         b = b.to(tl.bfloat16)
         accumulator = tl.dot(low, b, accumulator)
         accumulator = tl.dot(middle, b, accumulator)
