@@ -11,6 +11,10 @@ rows x window is a multiple of 8: rows in the tail of a matrix product take anot
 exception on the CPU: how many rows an expert gets is up to the text, so rows of such models may
 differ at that level; what the noise-floor row measures is then the floor.
 
+A refreshed arm starts anew, every so many tokens, from the reference's exact recurrent state,
+rounded once by its policy: its errors are never older than that, so what it still shows is not
+accumulation. Attention keys and convolution inputs stay its own.
+
 Positions count tokens of the whole text from 0; the logits at position i predict token i + 1.
 """
 
@@ -21,6 +25,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from replayssm.engine.probe import LayerStates, StateProbe
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
@@ -39,6 +44,8 @@ class Arm:
     seed: of stochastic rounding.
     kind: what the arm is for, one of KINDS; the engine treats all alike.
     fault: factor on every log decay, for kind "fault" only (1.01 is the study's control).
+    refresh: tokens after which the arm's state is replaced by the reference's, or None: never.
+        A multiple of the lockstep's window and of the arm's and the reference's ring length.
     """
 
     label: str
@@ -46,6 +53,7 @@ class Arm:
     seed: int = 0
     kind: str = "policy"
     fault: float | None = None
+    refresh: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,12 +85,20 @@ class Window:
 class Lockstep:
     """Arms in lockstep on one model (see module docstring).
 
+    probe: also keep what `measure_states` needs.
+
     `start(prompts)` begins a text and forgets the one before; then iterate `read(tokens)`
     (teacher-forced on a given text) or `generate(n)` (on tokens the FP32 reference chooses).
     """
 
     def __init__(
-        self, adapter: Adapter, arms: Sequence[Arm], *, window: int = 16, backend: str = "auto"
+        self,
+        adapter: Adapter,
+        arms: Sequence[Arm],
+        *,
+        window: int = 16,
+        backend: str = "auto",
+        probe: bool = False,
     ):
         labels = [arm.label for arm in arms]
         if not arms or arms[0].kind != "reference":
@@ -91,10 +107,21 @@ class Lockstep:
             raise ValueError(f"arm labels must differ, got {labels}")
         if window < 1:
             raise ValueError(f"window must be at least 1 token, got {window}")
+        for arm in arms:
+            lengths = (window, arms[0].policy.ring_len, arm.policy.ring_len)
+            if arm.refresh is not None and (
+                arm.refresh < 1 or any(arm.refresh % length for length in lengths)
+            ):
+                raise ValueError(
+                    f"arm {arm.label!r}: refresh every {arm.refresh} tokens must be a multiple of "
+                    f"window and ring lengths {lengths}"
+                )
         self.adapter = adapter
         self.arms = tuple(arms)
         self.window = window
         self.backend = backend
+        self._with_probe = probe
+        self._probe: StateProbe | None = None
 
     # -- a text begins -----------------------------------------------------------------------------
 
@@ -151,6 +178,13 @@ class Lockstep:
             capacity=capacity,
             backend=self.backend,
         )
+
+        if self._with_probe:
+            self._probe = StateProbe(
+                self._stream.session,
+                prompts=prompts,
+                schedules=[(arm.policy.ring_len, arm.refresh) for arm in self.arms],
+            )
 
     def _group(self, arm: Arm, sequences: Sequence[int]) -> RowGroup:
         return RowGroup(
@@ -235,9 +269,29 @@ class Lockstep:
     def _run(self, tokens: Tensor, targets: Tensor) -> Window:
         arms, prompts = len(self.arms), len(self.prompt_ids)
         start = self.position
+        self._refresh(start - self.prompt_length)
         logits = self._stream.step(tokens[self._stream.source])
+        if self._probe is not None:
+            self._probe.advance()
         logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
         return Window(start=start, tokens=tokens, targets=targets, logits=logits)
+
+    def _refresh(self, tokens: int) -> None:
+        """Replace the states of arms that are due after `tokens` tokens."""
+        due = [
+            group
+            for group, arm in enumerate(self.arms)
+            if arm.refresh is not None and tokens and tokens % arm.refresh == 0
+        ]
+        if not due:
+            return
+        for layer in self.layers:
+            pairs = self._stream.session.updates(layer)
+            update, cache = pairs[0]
+            exact = update.state(cache)
+            for group in due:
+                update, cache = pairs[group]
+                update.load(cache, exact)
 
     # -- looking inside, and resuming --------------------------------------------------------------
 
@@ -255,6 +309,16 @@ class Lockstep:
     def states(self, layer: int) -> Tensor:
         """Effective recurrent state of every arm, FP32 [arms, prompts, *state shape]."""
         return torch.stack(self._stream.session.states(layer)[: len(self.arms)])
+
+    @torch.inference_mode()
+    def measure_states(self) -> list[LayerStates]:
+        """Errors of every recurrent layer and head against the reference, after the last window.
+
+        Only with `probe`, where every arm has just flushed. An arm that is due for a refresh has
+        not been refreshed yet.
+        """
+        assert self._probe is not None, "this lockstep was made without a probe"
+        return self._probe.measure()
 
     def saturated(self, layer: int) -> Tensor:
         """Elements that saturated when written so far, int64 [arms, prompts]."""
@@ -298,6 +362,8 @@ class Lockstep:
             streams["generator"] = self._generator
         for name, stream in streams.items():
             tensors |= {f"{name}.{key}": value for key, value in stream.tensors().items()}
+        if self._probe is not None:
+            tensors |= {f"probe.{key}": value for key, value in self._probe.tensors().items()}
         return {key: value.detach().clone() for key, value in tensors.items()}
 
     @torch.inference_mode()
@@ -308,8 +374,9 @@ class Lockstep:
         device = self.adapter.device
         self._last_logits = tensors["last_logits"].to(device)
         self._choice = tensors["choice"].to(device) if "choice" in tensors else None
-        for name, stream in (("stream", self._stream), ("generator", self._generator)):
+        parts = {"stream": self._stream, "generator": self._generator, "probe": self._probe}
+        for name, part in parts.items():
             prefix = f"{name}."
             mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if mine:  # a text that is read has no generator
-                stream.load_tensors(mine)
+                part.load_tensors(mine)
