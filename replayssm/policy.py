@@ -31,7 +31,7 @@ READ_COPY_STREAM = 1
 
 DEFAULT_RING_LEN = 16
 
-RECURRENCES = ("mamba2", "gated_delta")
+RECURRENCES = ("mamba2", "gated_delta", "kimi_delta")
 UPDATE_SOURCES = ("checkpoint", "read")
 OPERANDS = ("fp32", "bf16", "tf32")
 
@@ -41,7 +41,7 @@ class StateGeometry:
     """Sizes of one recurrent layer, as far as bytes depend on them.
 
     Attributes:
-        recurrence: "mamba2" or "gated_delta".
+        recurrence: "mamba2", "gated_delta" or "kimi_delta".
         heads: state matrices per layer, H (HV of the delta rule).
         rows, cols: one state matrix, value axis first: [P, N] or [V, K].
         key_groups: groups that share B and C, G, or key heads, HK.
@@ -200,12 +200,13 @@ class PrecisionPolicy:
                 return heads * self.ring.bytes_per_matrix(1, width)
             return heads * width * g.input_bytes
 
-        gate = 4 * g.heads
+        per_head = 4 * g.heads
         if g.recurrence == "mamba2":  # x, B, dt
-            return raw(g.heads, g.rows) + raw(g.key_groups, g.cols) + gate, 0
-        replayed = raw(g.key_groups, g.cols) + gate + 4 * g.heads * g.rows  # k, g, u
+            return raw(g.heads, g.rows) + raw(g.key_groups, g.cols) + per_head, 0
+        gate = per_head * (g.cols if g.recurrence == "kimi_delta" else 1)
+        replayed = raw(g.key_groups, g.cols) + gate + per_head * g.rows  # k, g, u
         recomputed = self.read_copy is not None and self.update_source == "checkpoint"
-        return replayed, raw(g.heads, g.rows) + gate if recomputed else 0  # v, beta
+        return replayed, raw(g.heads, g.rows) + per_head if recomputed else 0  # v, beta
 
     def describe(self) -> list[str]:
         """What is rounded where, one line per stored tensor and choice."""

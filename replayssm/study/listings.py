@@ -15,10 +15,11 @@ BUILTIN_MODELS = {
     "builtin/mamba2": "Mamba-2 without attention (mamba2), packaged",
 }
 
-# Layers that costs are shown for: sizes of current 4B to 9B hybrids.
+# Layers that costs are shown for: sizes of current 4B to 48B hybrids.
 _EXAMPLE_LAYERS = {
     "Mamba-2 128 x 64 x 128": ("mamba2", 128, 64, 128, 8),
     "Gated DeltaNet 32 x 128 x 128": ("gated_delta", 32, 128, 128, 16),
+    "Kimi Delta 32 x 128 x 128": ("kimi_delta", 32, 128, 128, 32),
 }
 
 

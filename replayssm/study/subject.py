@@ -116,4 +116,5 @@ _STORED = (
 _GEOMETRY = {
     "mamba2": ("num_heads", "head_dim", "d_state", "n_groups"),
     "gated_delta": ("num_v_heads", "head_v_dim", "head_k_dim", "num_k_heads"),
+    "kimi_delta": ("num_v_heads", "head_v_dim", "head_k_dim", "num_k_heads"),
 }
