@@ -51,6 +51,16 @@ class AppendLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.update(keys, values)
 
+    @property
+    def storage(self) -> tuple[Tensor, ...]:
+        """Keys and values [B, HA, capacity, D], by reference; empty before the first update."""
+        return self._storage or ()
+
+    def seek(self, tokens: int) -> None:
+        """Take the first `tokens` of the storage for what is held, whatever they are."""
+        assert tokens <= self._storage[0].shape[-2], "beyond the capacity"
+        self.keys, self.values = (stored[..., :tokens, :] for stored in self._storage)
+
     def _grow(self, needed: int, key_states: Tensor, value_states: Tensor) -> None:
         held = 0 if self._storage is None else self._storage[0].shape[-2]
         capacity = max(needed, 2 * held, self._capacity, _FIRST_CAPACITY)

@@ -1,0 +1,74 @@
+"""Models of published sizes with random weights, for measuring speed where no weights can be had.
+
+Owns the sizes. What such a model computes means nothing: its names begin with "random/" and no
+study accepts them. Must not know policies, sessions or benchmarks.
+"""
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+from replayssm.models.adapter import Adapter
+from replayssm.models.errors import ModelError
+
+RANDOM_PREFIX = "random/"
+
+# 24 recurrent layers of HK16 HV32 K128 V128, and full attention in every fourth layer.
+_QWEN3_5_4B = dict(
+    vocab_size=248320,
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_hidden_layers=32,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    tie_word_embeddings=True,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+)
+# The same in small, for tests.
+_TINY = _QWEN3_5_4B | dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    rope_parameters=_QWEN3_5_4B["rope_parameters"] | {"mrope_section": [1, 1, 0]},
+)
+CONFIGURATIONS = {
+    RANDOM_PREFIX + "qwen3.5-4b": _QWEN3_5_4B,
+    RANDOM_PREFIX + "qwen3.5-tiny": _TINY,
+}
+
+
+def random_model(
+    name: str, *, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+) -> Adapter:
+    """A model of CONFIGURATIONS on `device`, the same weights each time on one kind of device.
+
+    Raises ModelError for an unknown name.
+    """
+    if name not in CONFIGURATIONS:
+        raise ModelError(
+            f"there is no random model {name!r}; there are {', '.join(CONFIGURATIONS)}"
+        )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3_5TextConfig(**CONFIGURATIONS[name]), dtype=dtype
+        )
+    return Adapter(model.eval(), name=name)
