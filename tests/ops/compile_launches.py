@@ -21,15 +21,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from replayssm.ops import gated_delta, mamba2
+from replayssm.ops.gated_delta import triton_conventional as gated_delta_conventional
 from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
 from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
+from replayssm.ops.mamba2 import triton_conventional as mamba2_conventional
 from replayssm.ops.mamba2 import triton_decode as mamba2_decode
 from replayssm.ops.mamba2 import triton_flush as mamba2_flush
 from replayssm.ops.mamba2 import triton_window as mamba2_window
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.triton_common import new_cursors
+from replayssm.ops.triton_conventional import SWEEP
 from replayssm.policy import parse_policy
 
 ROWS = 4
@@ -43,6 +46,7 @@ MODULES = {
         gated_delta.reference, gated_delta_decode, gated_delta_window, gated_delta_flush,
     ),
 }  # fmt: skip
+CONVENTIONAL = {Mamba2Geometry: mamba2_conventional, GatedDeltaGeometry: gated_delta_conventional}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -157,6 +161,19 @@ def launches(geometry: Mamba2Geometry | GatedDeltaGeometry, label: str, dtype: t
             yield name, kernel
 
 
+def conventional_launches(geometry: Mamba2Geometry | GatedDeltaGeometry):
+    """The conventional kernel with every launch that the benchmark tries; yields as `launches`."""
+    module = CONVENTIONAL[type(geometry)]
+    make_inputs = mamba2_inputs if module is mamba2_conventional else gated_delta_inputs
+    state = torch.zeros(ROWS, *geometry.state_shape)
+    for launch in SWEEP:
+        with compiling((module,)) as results:
+            inputs = make_inputs(geometry, 1, torch.bfloat16)
+            module.conventional(state, torch.arange(ROWS), inputs, launch=launch)
+        for kernel in results:
+            yield f"conventional, {launch.label}", kernel
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers, stack and local memory per thread of a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -183,26 +200,35 @@ CASES = [
     (ODD, "fp32+mxfp4@5", torch.float32),
 ]
 OTHER_ARCHITECTURES = ("fp16-sr+nvfp4",)
+CONVENTIONAL_CASES = (SUPER, NANO_4B, QWEN_4B)
+
+
+def compiled(arch: int):
+    """Everything that is compiled for an architecture: (geometry, policy, dtype, name, kernel)."""
+    for geometry, label, dtype in CASES:
+        if arch == 90 or label in OTHER_ARCHITECTURES:
+            for name, kernel in launches(geometry, label, dtype):
+                yield geometry, label, dtype, name, kernel
+    for geometry in CONVENTIONAL_CASES:
+        for name, kernel in conventional_launches(geometry):
+            yield geometry, "fp32", torch.bfloat16, name, kernel
 
 
 def main(architectures: list[int]) -> None:
     spilled = []
     for arch in architectures:
         driver.set_active(Device(arch))
-        for geometry, label, dtype in CASES:
-            if arch != 90 and label not in OTHER_ARCHITECTURES:
-                continue
+        for geometry, label, dtype, name, kernel in compiled(arch):
             family = MODULES[type(geometry)][0].__name__.split(".")[-2]
-            for name, kernel in launches(geometry, label, dtype):
-                used = resources(kernel.asm["cubin"])
-                used |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
-                shape = "x".join(map(str, geometry.state_shape))
-                line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
-                line += ", ".join(f"{value} {what}" for what, value in used.items())
-                print(line, flush=True)
-                # Some invariants of a loop over tiles, read back once a tile, cost nothing.
-                if arch == 90 and (used["stack"] > 256 or used["local"]):
-                    spilled.append(line)
+            used = resources(kernel.asm["cubin"])
+            used |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+            shape = "x".join(map(str, geometry.state_shape))
+            line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
+            line += ", ".join(f"{value} {what}" for what, value in used.items())
+            print(line, flush=True)
+            # Some invariants of a loop over tiles, read back once a tile, cost nothing.
+            if arch == 90 and (used["stack"] > 256 or used["local"]):
+                spilled.append(line)
     if spilled:
         sys.exit("spills to local memory:\n" + "\n".join(spilled))
 

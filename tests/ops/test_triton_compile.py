@@ -24,5 +24,5 @@ def test_kernels_compile_to_machine_code(arch, tmp_path):
     assert set(kernels) == {
         f"{recurrence} {kernel}"
         for recurrence in ("mamba2", "gated_delta")
-        for kernel in ("decode", "step", "window", "flush")
+        for kernel in ("decode", "step", "window", "flush", "conventional")
     }
