@@ -78,6 +78,7 @@ def outputs(records: list[RunRecord]) -> dict[str, tuple[list[RunRecord], bytes]
         files[f"{stem}.csv"] = (group, tables.summary_csv(group).encode())
         files[f"{stem}-by-position.csv"] = (group, tables.position_csv(group).encode())
         files[f"{stem}-by-phase.csv"] = (group, tables.phase_csv(group).encode())
+        files[f"{stem}-attribution.csv"] = (group, tables.attribution_csv(group).encode())
     for path, stem in _names(records).items():
         record = next(r for r in records if str(r.path) == path)
         for name, draw in figures.FIGURES.items():

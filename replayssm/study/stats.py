@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from replayssm.study.attribution import attribute
 from replayssm.study.bootstrap import Bootstrap, autocorrelation_time, interval
 from replayssm.study.controls import check_controls
 from replayssm.study.records import Positions
@@ -178,8 +179,9 @@ def summarise(
 ) -> dict:
     """Everything the tables and figures show, as one JSON-able dict.
 
-    `arms`: descriptions in the order of `positions.arms` (label, control, ring_len, policy_digest,
-    ...), see `spec.arms`. `tokens` is the length of the run in tokens, `ring_len` the reference's.
+    `arms`: descriptions in the order of `positions.arms` (label, kind, control, ring_len, policy,
+    ...), see `spec.Arm.describe`. `tokens` is the length of the run in tokens, `ring_len` the
+    reference's.
     """
     times = [
         [autocorrelation_time(series) for series in positions.kl[arm]] for arm in range(len(arms))
@@ -199,6 +201,8 @@ def summarise(
     slopes = growth_slopes(positions, windows, bootstrap)
     phases = phase_table(positions, [arm["ring_len"] for arm in arms])
     ratios = _ratios_to_floor(positions, arms, quarter, quarter_rows, bootstrap)
+    inside = _inside(positions, *quarter)
+    shares = attribute(positions, arms, inside, bootstrap, ring_len=ring_len)
 
     described = []
     for index, arm in enumerate(arms):
@@ -226,6 +230,7 @@ def summarise(
         "scored_positions": int(len(positions.position)),
         "reference_entropy_mean": _mean(positions.ref_entropy),
         "arms": described,
+        "attribution": shares,
         "controls": check_controls(positions, described),
     }
 

@@ -121,23 +121,9 @@ def summary_markdown(record: RunRecord) -> str:
         markdown_table(COLUMNS, [_cells(arm, verdict(arm, limits)) for arm in policies(record)]),
     ]
     if decomposition := decomposition_rows(record):
-        header = (
-            "checkpoint",
-            "read copy",
-            "checkpoint alone",
-            "read copy alone",
-            "both",
-            "interaction",
-        )
-        cells = [
-            [row["checkpoint"], row["read_copy"], *(number(row[k]) for k in _DECOMPOSED)]
-            for row in decomposition
-        ]
-        parts.append(
-            "Checkpoint and read copy apart and together, mean KL over the last quarter "
-            "(interaction = both - checkpoint alone - read copy alone):"
-        )
-        parts.append(markdown_table(header, cells))
+        parts += _decomposition_markdown(decomposition)
+    if attribution := attribution_rows(record):
+        parts += _attribution_markdown(attribution)
     parts.append("Controls:")
     parts.append(_controls_table(record))
     parts.append("\n".join(_footer(record)))
@@ -164,7 +150,6 @@ _MUST_SHOW = {
     "other_ring_len": "rounding level: the noise floor",
     "fault": "far above the floor",
 }
-_DECOMPOSED = ("kl_checkpoint", "kl_read_copy", "kl_both", "kl_interaction")
 
 
 def _footer(record: RunRecord) -> list[str]:
@@ -205,35 +190,111 @@ def _footer(record: RunRecord) -> list[str]:
     return lines
 
 
-# -- decomposition ---------------------------------------------------------------------------------
+# -- attribution -----------------------------------------------------------------------------------
 def decomposition_rows(record: RunRecord) -> list[dict]:
     """Checkpoint x read copy: for each policy A+B of the run that also has A and fp32+B (same L).
 
     KL adds up if the two errors act independently, so the interaction shows how much they do not.
     """
-    kl = {
-        (arm["checkpoint"], arm["read_copy"], arm["ring_len"]): arm["last_quarter"]["kl_mean"]
-        for arm in record.summary["arms"]
-        if arm["kind"] == "policy"
-    }
     rows = []
-    for (checkpoint, read_copy, ring_len), both in kl.items():
-        alone = kl.get((checkpoint, None, ring_len))
-        read = kl.get(("fp32", read_copy, ring_len))
-        if read_copy is None or checkpoint == "fp32" or None in (both, alone, read):
+    for row in record.summary.get("attribution", []):
+        parts = {axis["axis"]: axis for axis in row["axes"]}
+        if set(parts) - {"rounding", "ring length"} != {"checkpoint", "read copy"}:
             continue
+        checkpoint, read_copy = parts["checkpoint"], parts["read copy"]
         rows.append(
             {
-                "checkpoint": checkpoint,
-                "read_copy": read_copy,
-                "ring_len": ring_len,
-                "kl_checkpoint": alone,
-                "kl_read_copy": read,
-                "kl_both": both,
-                "kl_interaction": both - alone - read,
+                "policy": row["policy"],
+                "checkpoint": checkpoint["choice"],
+                "read_copy": read_copy["choice"],
+                "ring_len": row["ring_len"],
+                "kl_checkpoint": checkpoint["alone_kl"],
+                "kl_read_copy": read_copy["alone_kl"],
+                "kl_both": row["kl"],
+                "kl_interaction": row["interaction"],
+                "kl_interaction_low": row["interaction_low"],
+                "kl_interaction_high": row["interaction_high"],
             }
         )
     return rows
+
+
+def attribution_rows(record: RunRecord) -> list[tuple[dict, list[dict]]]:
+    """(policy's row, its measured axes) where the run measured more than the 2 x 2 shows."""
+    rows = []
+    for row in record.summary.get("attribution", []):
+        measured = [
+            axis
+            for axis in row["axes"]
+            if axis["alone_kl"] is not None or axis["removed_kl"] is not None
+        ]
+        if len(measured) > 2:
+            rows.append((row, measured))
+    return rows
+
+
+def _decomposition_markdown(rows: list[dict]) -> list[str]:
+    header = (
+        "checkpoint",
+        "read copy",
+        "checkpoint alone",
+        "read copy alone",
+        "both",
+        "interaction",
+        "95 % interval",
+    )
+    cells = [
+        [
+            row["checkpoint"],
+            row["read_copy"] + ("" if row["ring_len"] == 16 else f"@{row['ring_len']}"),
+            *(number(row[name]) for name in _DECOMPOSED),
+            interval_text(row, "kl_interaction"),
+        ]
+        for row in rows
+    ]
+    return [
+        "Checkpoint and read copy apart and together, mean KL over the last quarter "
+        "(interaction = both - checkpoint alone - read copy alone):",
+        markdown_table(header, cells),
+    ]
+
+
+_DECOMPOSED = ("kl_checkpoint", "kl_read_copy", "kl_both", "kl_interaction")
+
+
+def _attribution_markdown(rows: list[tuple[dict, list[dict]]]) -> list[str]:
+    header = (
+        *("policy", "axis", "choice", "alone", "share", "95 % interval"),
+        *("removed", "share", "95 % interval"),
+    )
+    cells = []
+    for row, measured in rows:
+        for axis in measured:
+            line = [row["policy"], axis["axis"], axis["choice"]]
+            for name in ("alone", "removed"):
+                line += [number(axis[f"{name}_kl"]), share(axis[f"{name}_share"])]
+                line.append(share_interval(axis, f"{name}_share"))
+            cells.append(line)
+        rest = ["", "left over", "interaction", number(row["interaction"])]
+        rest += [share(row["interaction_share"]), share_interval(row, "interaction_share")]
+        cells.append([*rest, "", "", ""])
+    return [
+        "Which choice causes how much, mean KL over the last quarter. Alone: FP32 with this choice "
+        "only. Removed: what the policy's KL falls by when this choice alone is taken back to "
+        "FP32. Shares are of the policy's KL; they add up only if the errors act independently: "
+        "left over = KL - sum of alone.",
+        markdown_table(header, cells),
+    ]
+
+
+def share(value: float | None) -> str:
+    """A share in whole percent; a missing one is a dash."""
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def share_interval(row: dict, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "–" if low is None else f"[{share(low)}, {share(high)}]"
 
 
 # -- csv -------------------------------------------------------------------------------------------
@@ -290,3 +351,19 @@ def phase_csv(records: Sequence[RunRecord]) -> str:
         for row in arm["phase"]
     ]
     return _csv(["model", "run_id", "label", "ring_len", *names], rows)
+
+
+def attribution_csv(records: Sequence[RunRecord]) -> str:
+    """One row per run, policy and axis of what the runs attribute; only a header if nothing."""
+    of_policy, of_axis = ("kl", "sum_alone", "interaction", "interaction_share"), ("axis", "choice")
+    estimates = ("alone_kl", "alone_share", "removed_kl", "removed_share")
+    bounded = [f"{name}{end}" for name in estimates for end in ("", "_low", "_high")]
+    whole = [f"{name}{end}" for name in of_policy for end in ("", "_low", "_high")]
+    rows = [
+        [record.model, record.run_id, row["policy"], row["ring_len"], *(row[n] for n in whole)]
+        + [axis[name] for name in (*of_axis, *bounded)]
+        for record in records
+        for row in record.summary.get("attribution", [])
+        for axis in row["axes"]
+    ]
+    return _csv(["model", "run_id", "policy", "ring_len", *whole, *of_axis, *bounded], rows)

@@ -34,6 +34,14 @@ def arm(label, control=None, identity=None, exact=False, ring_len=16):
         "identity": identity or label,
         "exact": exact,
         "ring_len": ring_len,
+        "policy": {
+            "checkpoint": {"format": "fp32" if exact else label, "rounding": "nearest_even"},
+            "read_copy": None,
+            "ring": "input",
+            "operand": "fp32",
+            "update_source": "checkpoint",
+            "ring_len": ring_len,
+        },
     }
 
 
