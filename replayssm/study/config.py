@@ -14,9 +14,15 @@ import yaml
 
 import replayssm
 from replayssm.policy import PrecisionPolicy, parse_policy
-from replayssm.study.spec import Controls, Generation, Limits, StudySpec
+from replayssm.study.sections import Controls, FreeRunning, Generation, Limits
+from replayssm.study.spec import StudySpec
 
-_SECTIONS = {"controls": Controls, "generate": Generation, "limits": Limits}
+_SECTIONS = {
+    "controls": Controls,
+    "generate": Generation,
+    "free_running": FreeRunning,
+    "limits": Limits,
+}
 
 
 def nearest(found: str, allowed: list[str]) -> str:
@@ -28,14 +34,15 @@ def nearest(found: str, allowed: list[str]) -> str:
 def from_mapping(values: Mapping, *, name: str, where: str) -> StudySpec:
     """A StudySpec from parsed YAML or command-line values; `where` names the source in errors."""
     try:
-        spec = _build(StudySpec, {"name": name} | dict(values), "")
+        ring_len = read_integer("ring_len", values.get("ring_len", 16))
+        spec = _build(StudySpec, {"name": name} | dict(values), "", ring_len)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     assert isinstance(spec, StudySpec)
     return spec
 
 
-def _build(kind: type, values: object, prefix: str):
+def _build(kind: type, values: object, prefix: str, ring_len: int):
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.') or 'the file'} must be a mapping of keys to values")
     allowed = [f.name for f in fields(kind)]
@@ -48,17 +55,16 @@ def _build(kind: type, values: object, prefix: str):
     if missing:
         raise ValueError(f"missing key {missing[0]}")
     converted = {}
-    ring_len = read_integer("ring_len", values.get("ring_len", 16)) if kind is StudySpec else 16
     for key, value in values.items():
         at = prefix + key
         if key in _SECTIONS and kind is StudySpec:
-            converted[key] = _build(_SECTIONS[key], value, f"{at}.")
-        elif key == "policies":
+            converted[key] = _build(_SECTIONS[key], value, f"{at}.", ring_len)
+        elif key in ("policies", "refresh_policies"):
             converted[key] = tuple(read_policy(item, ring_len) for item in read_sequence(at, value))
-        elif key in ("models", "seeds"):
+        elif key in ("models", "seeds", "refresh") or (key == "states" and type(value) is not str):
             one = read_string if key == "models" else read_integer
             converted[key] = tuple(one(at, item) for item in read_sequence(at, value))
-        elif types[key] is str:
+        elif types[key] is str or key == "states":
             converted[key] = read_string(at, value)
         elif types[key] is float:
             converted[key] = read_number(at, value)

@@ -18,6 +18,7 @@ from replayssm.policy import PrecisionPolicy
 from replayssm.study.answers import is_loop, split_reasoning
 from replayssm.study.config import nearest
 from replayssm.study.samples import Sample, sequence_number
+from replayssm.study.subject import stop_tokens
 
 _CAPS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _NEUTRAL = {"top_p": (1, None), "top_k": (0, -1, None)}
@@ -101,7 +102,7 @@ class Responder:
         self.tokenizer = loaded.tokenizer
         self.max_length = max_length or loaded.adapter.max_positions
         self.think_end = find_token(loaded, think_end_token)
-        self.stop_tokens = _stop_tokens(loaded)
+        self.stop_tokens = stop_tokens(loaded)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens unless it starts so."""
@@ -227,11 +228,3 @@ def find_token(loaded: LoadedModel, token: str | int | None) -> int | None:
         f"think_end_token {token!r} is not a token of {loaded.name!r}'s tokenizer, so the end of "
         "reasoning could never be found"
     )
-
-
-def _stop_tokens(loaded: LoadedModel) -> frozenset[int]:
-    found: set[int] = set()
-    for source in (loaded.model.generation_config, loaded.tokenizer, loaded.model.config):
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-    return frozenset(found)

@@ -8,61 +8,28 @@ lockstep batch), and the part of a specification that makes a run id. Knows no f
 import math
 from dataclasses import dataclass, field, replace
 
-from replayssm.policy import PrecisionPolicy, parse_policy
+import numpy as np
 
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+from replayssm.policy import PrecisionPolicy, parse_policy
+from replayssm.study.sections import (
+    Controls,
+    FreeRunning,
+    Generation,
+    Limits,
+    check_at_least,
+    check_name,
+)
+
 DTYPES = ("float32", "bfloat16")
 TEXT_SOURCES = ("builtin/mixed", "generate", "file:PATH")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Controls:
-    """The control arms every study has.
-
-    other_ring_len: ring length of a second FP32 arm, mathematically the same run: the noise floor.
-        None: twice the study's ring length.
-    fault: relative error of the log decay in the arm that is wrong on purpose, and must be
-    detected.
-    """
-
-    other_ring_len: int | None = None
-    fault: float = 0.01
-
-    def __post_init__(self):
-        if self.other_ring_len is not None:
-            check_at_least("controls.other_ring_len", self.other_ring_len, 1)
-        if not (math.isfinite(self.fault) and self.fault != 0.0):
-            raise ValueError(
-                f"controls.fault must be a finite number other than 0, is {self.fault}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """How the reference continues its prompt when `text` is "generate": temperature 0 is greedy."""
-
-    temperature: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise ValueError(f"generate.temperature must be 0 or more, is {self.temperature}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the tables call safe. Applied when reading results; not part of a run's identity."""
-
-    kl_mean: float = 1e-3
-    top1_agreement_mean: float = 0.995
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """One row group of the lockstep batch beside the reference.
 
-    control: None for a policy, else "second_fp32", "other_ring_len" or "fault"; the policy `fp32`
-    at the study's ring length does double duty as the second FP32 row.
+    control: None for a policy, else "second_fp32", "other_ring_len", "fault" or "refresh"; the
+    policy `fp32` at the study's ring length does double duty as the second FP32 row.
     """
 
     label: str
@@ -71,16 +38,19 @@ class Arm:
     policy: PrecisionPolicy
     seed: int
     fault: float | None = None
+    refresh: int | None = None
 
     @property
     def identity(self) -> str:
         """Equal for two arms exactly when they ask for the same computation."""
         seed = self.seed if is_stochastic(self.policy) else "any"
-        return f"policy {self.policy.digest}, seed {seed}, fault {self.fault}"
+        identity = f"policy {self.policy.digest}, seed {seed}, fault {self.fault}"
+        return identity if self.refresh is None else f"{identity}, refresh {self.refresh}"
 
     def describe(self) -> dict:
         """JSON-able description: what tables and figures know about the arm, costs aside."""
         read_copy = self.policy.read_copy
+        refreshed = {"policy": self.policy.label, "every": self.refresh}
         return {
             "label": self.label,
             "kind": self.kind,
@@ -93,7 +63,7 @@ class Arm:
             "exact": is_exact(self.policy) and self.fault is None,
             "identity": self.identity,
             "policy": self.policy.to_dict(),
-        }
+        } | ({} if self.refresh is None else {"refresh": refreshed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +86,12 @@ class StudySpec:
     stride: int = 1  # score every stride-th position
     dtype: str = "float32"  # of the weights and activations; states follow the policies
     prompts_per_batch: int | None = None  # None: all that make at most 16,384 tokens, at least one
+    # Kept in positions.parquet: all | every N | log (a ring at each power of two of rings). Every
+    # statistic uses all scored positions, whatever is kept.
+    positions: str = "all"
+    # Where states are compared head by head: none | log | tokens read, in whole rings of every arm.
+    states: str | tuple[int, ...] = "none"
+    free_running: FreeRunning | None = None
     controls: Controls = field(default_factory=Controls)
     generate: Generation = field(default_factory=Generation)
     limits: Limits = field(default_factory=Limits)
@@ -138,6 +114,7 @@ class StudySpec:
         if self.prompts_per_batch is not None:
             check_at_least("prompts_per_batch", self.prompts_per_batch, 1)
         longest = max(arm.policy.ring_len for arm in self.arms())
+        self._check_records()
         if self.tokens < longest:
             raise ValueError(
                 f"tokens: the text of {self.tokens} tokens is shorter than the ring of {longest}; "
@@ -146,6 +123,32 @@ class StudySpec:
         if self.tokens < 4 * self.stride:
             raise ValueError(
                 f"stride {self.stride} leaves less than 4 of {self.tokens} positions to score"
+            )
+
+    def _check_records(self) -> None:
+        self.kept(np.zeros(1, dtype=np.int64))  # refuses an unknown rule
+        step = self.common_ring_len
+        listed = () if isinstance(self.states, str) else self.states
+        wrong = next((at for at in listed if not 1 <= at <= self.tokens or at % step), None)
+        named = self.states in ("none", "log")
+        if wrong is not None or list(listed) != sorted(set(listed)) or not (listed or named):
+            raise ValueError(
+                f"states {self.states if wrong is None else wrong!r} is not one of none, log, or "
+                f"an ascending list of multiples of {step} (whole rings of every arm) up to "
+                f"{self.tokens}"
+            )
+        if self.states == "log" and not self.state_positions:
+            raise ValueError(f"states: the text is shorter than {step} tokens, a ring of every arm")
+        for every in self.controls.refresh:
+            if every < 1 or every % step or every >= self.tokens:
+                raise ValueError(
+                    f"controls.refresh {every} is not a multiple of {step} (whole rings of every "
+                    f"arm) below {self.tokens} tokens"
+                )
+        given = self.prefill + (0 if self.text == "generate" else self.tokens)
+        if (free := self.free_running) and (free.prefill or 0) > given:
+            raise ValueError(
+                f"free_running.prefill {free.prefill} is longer than the text of {given} tokens"
             )
 
     # -- expansion ---------------------------------------------------------------------------------
@@ -199,11 +202,26 @@ class StudySpec:
                 **control,
             )
         )
+        for policy in self.controls.refresh_policies:
+            for every in self.controls.refresh:
+                arms.append(
+                    Arm(
+                        label=f"{policy.label}, refresh {every:,}",
+                        control="refresh",
+                        policy=policy,
+                        refresh=every,
+                        **control,
+                    )
+                )
         labels = [arm.label for arm in arms]
         twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
         if twice is not None:
             raise ValueError(f"two different policies are both labelled {twice}")
         return tuple(arms)
+
+    def free_arms(self) -> tuple[Arm, ...]:
+        """Arms of the free run: all but the refreshed ones, which need the reference's tokens."""
+        return tuple(arm for arm in self.arms() if arm.refresh is None)
 
     @property
     def window(self) -> int:
@@ -211,12 +229,56 @@ class StudySpec:
         return self.ring_len * max(1, 16 // self.ring_len)
 
     @property
+    def common_ring_len(self) -> int:
+        """Tokens after which every arm and every window stands at a whole ring."""
+        return math.lcm(self.window, *(arm.policy.ring_len for arm in self.arms()))
+
+    @property
+    def state_positions(self) -> tuple[int, ...]:
+        """Tokens read when states are compared: `log` is every fourth power of two, and the last.
+
+        In whole rings of every arm: right after a flush there is nothing but the checkpoint.
+        """
+        if self.states == "none":
+            return ()
+        if self.states != "log":
+            return tuple(self.states)
+        step = self.common_ring_len
+        at, last = step, self.tokens // step * step
+        found = []
+        while at < last:
+            found.append(at)
+            at *= 4
+        return (*found, last) if last else ()
+
+    def kept(self, positions: np.ndarray) -> np.ndarray:
+        """Which of some positions [T] positions.parquet keeps, bool [T]."""
+        rule = self.positions
+        if rule == "all":
+            return np.ones(positions.shape, dtype=bool)
+        if rule == "log":
+            ring = positions // self.ring_len
+            return (ring & (ring - 1)) == 0  # 0, 1, 2, 4, ..
+        if rule.startswith("every ") and rule[6:].isdigit() and int(rule[6:]) > 0:
+            return positions // self.stride % int(rule[6:]) == 0
+        raise ValueError(f"positions {rule!r} is not one of all, log, every N")
+
+    @property
     def batch_size(self) -> int:
         """Prompts in a lockstep batch; part of the identity: it moves numbers at rounding level."""
         return min(self.prompts, self.prompts_per_batch or max(1, 16_384 // self.tokens))
 
     def identity(self, model: str) -> dict:
-        """All that the numbers of a run of `model` depend on, as far as a file says it."""
+        """All that the numbers of a run of `model` depend on, as far as a file says it.
+
+        What was added after the first runs is absent where it asks for nothing: their ids stay.
+        """
+        free = self.free_running
+        added = {
+            "positions": None if self.positions == "all" else self.positions,
+            "states": list(self.state_positions) or None,
+            "free_running": free and vars(free) | {"prefill": free.prefill or self.prefill},
+        }
         return {
             "experiment": self.name,
             "model": model,
@@ -237,9 +299,10 @@ class StudySpec:
                     "seed": arm.seed,
                     "fault": arm.fault,
                 }
+                | ({} if arm.refresh is None else {"refresh": arm.refresh})
                 for arm in self.arms()
             ],
-        }
+        } | {key: value for key, value in added.items() if value is not None}
 
     def display(self) -> dict:
         """What a reader of the results wants beside the numbers, and no number depends on."""
@@ -256,6 +319,13 @@ class StudySpec:
                     f"{ring_len}: only {ring_len // shared} of {ring_len} ring phases are scored; "
                     "use a stride coprime with it"
                 )
+            every = int(self.positions[6:]) * self.stride if "every" in self.positions else 1
+            if every > 1 and math.gcd(every, ring_len) > shared:
+                lines.append(
+                    f"alias: positions {self.positions!r} keeps "
+                    f"{ring_len // math.gcd(every, ring_len)} of {ring_len} ring phases of ring "
+                    f"length {ring_len}; statistics use all, but use a number coprime with it"
+                )
         return lines
 
 
@@ -268,15 +338,3 @@ def is_stochastic(policy: PrecisionPolicy) -> bool:
 def is_exact(policy: PrecisionPolicy) -> bool:
     """Whether `policy` keeps everything in FP32, so that a drift of exactly 0 is not suspicious."""
     return policy == parse_policy(f"fp32@{policy.ring_len}")
-
-
-def check_name(name: str) -> None:
-    """ValueError unless `name` can be part of a path."""
-    if not name or not set(name) <= _NAME_CHARACTERS:
-        raise ValueError(f"name {name!r} must be letters, digits, '-', '_' or '.'")
-
-
-def check_at_least(key: str, value: int, least: int) -> None:
-    """ValueError naming `key` if `value` is below `least`."""
-    if value < least:
-        raise ValueError(f"{key} must be at least {least}, is {value}")

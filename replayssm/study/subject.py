@@ -4,12 +4,17 @@ Owns the translation between `spec` and `models`/`engine`, and reading back what
 no files of a study and no statistics.
 """
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from replayssm import models
+from replayssm.engine.free_run import free_run
 from replayssm.engine.lockstep import Arm as EngineArm
 from replayssm.engine.lockstep import Lockstep
+from replayssm.engine.sampling import Sampler
 from replayssm.models.families import Family
+from replayssm.models.loading import LoadedModel
 from replayssm.policy import StateGeometry
 from replayssm.study.spec import Arm, StudySpec
 from replayssm.study.store import file_digest
@@ -19,6 +24,7 @@ _ENGINE_KINDS = {
     "second_fp32": "control",
     "other_ring_len": "floor",
     "fault": "fault",
+    "refresh": "control",
 }
 
 
@@ -34,6 +40,7 @@ class ModelSubject:
         )
         self.device = self._loaded.device
         self.max_positions = self._loaded.adapter.max_positions
+        self.stop_tokens = stop_tokens(self._loaded)
 
     def digests(self) -> dict[str, str]:
         """Digests of the files the model was loaded from."""
@@ -61,18 +68,25 @@ class ModelSubject:
         }
 
     def lockstep(self, spec: StudySpec) -> Lockstep:
-        reference = EngineArm(label="reference", policy=spec.reference, kind="reference")
-        arms = [
-            EngineArm(
-                label=arm.label,
-                policy=arm.policy,
-                seed=arm.seed,
-                kind=_ENGINE_KINDS[arm.control],
-                fault=None if arm.fault is None else 1.0 + arm.fault,
-            )
-            for arm in spec.arms()
-        ]
-        return Lockstep(self._loaded.adapter, [reference, *arms], window=spec.window)
+        return Lockstep(
+            self._loaded.adapter,
+            _engine_arms(spec, spec.arms()),
+            window=spec.window,
+            probe=bool(spec.state_positions),
+        )
+
+    def free_run(self, spec: StudySpec, prompts: Tensor, prompt_ids: Sequence[int]) -> Tensor:
+        """What the reference and `spec.free_arms()` write after `prompts` (`engine.free_run`)."""
+        free = spec.free_running
+        return free_run(
+            self._loaded.adapter,
+            _engine_arms(spec, spec.free_arms()),
+            prompts,
+            tokens=free.tokens,
+            stop_tokens=self.stop_tokens,
+            sampler=Sampler(temperature=free.temperature, seed=free.seed),
+            prompt_ids=prompt_ids,
+        )
 
     def effective(self, engine: Lockstep) -> dict:
         """What really runs and is stored, read back: backends, the library functions that were
@@ -91,6 +105,22 @@ class ModelSubject:
         }
 
 
+def _engine_arms(spec: StudySpec, arms: Sequence[Arm]) -> list[EngineArm]:
+    """The reference, then `arms`."""
+    reference = EngineArm(label="reference", policy=spec.reference, kind="reference")
+    return [reference] + [
+        EngineArm(
+            label=arm.label,
+            policy=arm.policy,
+            seed=arm.seed,
+            kind=_ENGINE_KINDS[arm.control],
+            fault=None if arm.fault is None else 1.0 + arm.fault,
+            refresh=arm.refresh,
+        )
+        for arm in arms
+    ]
+
+
 def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
     """Sizes of a recurrent layer as the byte model of `policy` wants them."""
     shapes = family.shapes(mixer)
@@ -104,6 +134,15 @@ def state_geometry(family: Family, mixer: nn.Module) -> StateGeometry:
         key_groups=key_groups,
         input_bytes=family.ring_dtype(mixer).itemsize,
     )
+
+
+def stop_tokens(loaded: LoadedModel) -> frozenset[int]:
+    """Ids that end a text, from the model's generation settings, tokenizer and configuration."""
+    found: set[int] = set()
+    for source in (loaded.model.generation_config, loaded.tokenizer, loaded.model.config):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+    return frozenset(found)
 
 
 # What an arm's cache stores, beside its cursors and counters.

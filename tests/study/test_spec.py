@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from replayssm.policy import parse_policy
@@ -201,3 +202,81 @@ def test_readme_lists_every_experiment():
     readme = (folder / "README.md").read_text(encoding="utf-8")
     for path in folder.glob("*.yaml"):
         assert f"`{path.name}`" in readme
+
+
+# -- what later versions added ---------------------------------------------------------------------
+
+
+def test_new_options_leave_old_run_ids_alone():
+    identity = spec().identity("m")
+    assert not {"positions", "states", "free_running"} & set(identity)
+    assert all("refresh" not in arm for arm in identity["arms"])
+    assert spec(positions="all", states="none").identity("m") == identity
+    for changes in (
+        {"positions": "log"},
+        {"states": "log"},
+        {"free_running": {}},
+        {"controls": {"refresh": [64], "refresh_policies": ["nvfp4"]}},
+    ):
+        assert spec(**changes).identity("m") != identity, changes
+
+
+def test_refresh_arms_come_last_and_say_what_they_refresh():
+    controls = {"refresh": [64, 1024], "refresh_policies": ["nvfp4", "fp16-sr"]}
+    study = spec(controls=controls, seeds=[3, 4])
+    arms = study.arms()[-4:]
+    assert [arm.label for arm in arms] == [
+        "nvfp4, refresh 64",
+        "nvfp4, refresh 1,024",
+        "fp16-sr, refresh 64",
+        "fp16-sr, refresh 1,024",
+    ]
+    assert {(arm.kind, arm.control, arm.seed) for arm in arms} == {("control", "refresh", 3)}
+    assert arms[1].describe()["refresh"] == {"policy": "nvfp4", "every": 1024}
+    assert len({arm.identity for arm in arms}) == 4
+    assert study.free_arms() == study.arms()[:-4]
+
+
+def test_state_positions_are_whole_rings_of_every_arm():
+    assert spec().state_positions == ()
+    assert spec(states="log", tokens=131072).state_positions == (
+        *(32, 128, 512, 2048, 8192, 32768),
+        131072,
+    )
+    assert spec(states="log", tokens=1000).state_positions == (32, 128, 512, 992)
+    assert spec(states=[64, 96]).state_positions == (64, 96)
+
+
+@pytest.mark.parametrize("rule, kept", [("all", 64), ("every 7", 10), ("log", 48)])
+def test_kept_positions(rule, kept):
+    found = spec(positions=rule).kept(np.arange(64))
+    assert found.sum() == kept and found[0]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"states": [48]}, "states 48 is not one of none, log, or an ascending list of mult.* 32"),
+        ({"states": [64, 32]}, r"states \(64, 32\) is not"),
+        ({"states": []}, r"states \(\) is not"),
+        ({"states": "lg"}, "states 'lg' is not"),
+        ({"positions": "every x"}, "positions 'every x' is not one of all, log, every N"),
+        ({"controls": {"refresh": [64]}}, "refresh and controls.refresh_policies go together"),
+        (
+            {"controls": {"refresh": [24], "refresh_policies": ["nvfp4"]}},
+            "controls.refresh 24 is not a multiple of 32",
+        ),
+        ({"free_running": {"tokens": 0}}, "free_running.tokens must be at least 1, is 0"),
+        ({"free_running": {"prefill": 9999}}, "free_running.prefill 9999 is longer than the text"),
+        ({"free_running": {"temperature": -1}}, "free_running.temperature must be 0 or more"),
+    ],
+)
+def test_mistakes_in_new_options(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**changes)
+
+
+def test_thinning_that_sees_one_phase_is_an_alias():
+    (line,) = [text for text in spec(positions="every 8").warnings() if "positions" in text]
+    assert "keeps 2 of 16 ring phases" in line
+    assert spec(positions="every 7").warnings() == []
