@@ -194,6 +194,7 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
     """Run `spec`, print each run's summary as it is ready, draw the report."""
     import torch
 
+    from replayssm.presets import presets_of
     from replayssm.study import report, tables
     from replayssm.study.runner import run_study
     from replayssm.study.store import load_run
@@ -206,6 +207,12 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for line in spec.warnings():
         print(f"replayssm: warning: {line}", file=sys.stderr)
+    for policy in spec.policies:
+        for name, preset in presets_of(policy.label).items():
+            differs = "; ".join(preset.differs)
+            print(
+                f"replayssm: note: {policy.label} is nearest to {name}: {differs}", file=sys.stderr
+            )
 
     def open_subject(model: str) -> ModelSubject:
         subject = ModelSubject(

@@ -8,7 +8,8 @@ because the formats do. Grammar, without spaces:
     option = "update" (checkpoint, read) | "operand" (fp32, bf16, tf32) | "ring" (input, a storage)
 
 `A+B` keeps the checkpoint in A and a separate read copy, from which outputs are read, in B; `A`
-keeps one copy for both jobs. Example: `fp16-sr+nvfp4@32:update=read`.
+keeps one copy for both jobs. Example: `fp16-sr+nvfp4@32:update=read`. Names of serving engines
+(`presets`) may stand in the place of the storages: `vllm-gdn@32`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from replayssm.formats.storage import (
     refuse_unknown_keys,
     storage_from,
 )
+from replayssm.presets import spelled
 
 # Philox streams of the storages that round at the same flush of the same layer.
 CHECKPOINT_STREAM = 0
@@ -235,7 +237,7 @@ def parse_policy(text: str) -> PrecisionPolicy:
         ValueError: naming what was not understood, and the nearest or the allowed values.
     """
     try:
-        return _parse(text)
+        return _parse(spelled(text))
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from None
 

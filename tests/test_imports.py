@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "replayssm"
 
 # Each layer may import itself and those before it; cache and ops stand beside each other.
 LAYERS = (
-    ("formats",),
+    ("formats", "presets"),
     ("policy",),
     ("cache", "ops"),
     ("state_update",),

@@ -1,7 +1,7 @@
 """Lists for the command line: runs and how far they are, policies and their cost, models.
 
-Owns the text of `replayssm status`, `policies` and `models`. Imports neither torch nor transformers
-until policies are asked for.
+Owns the text of `replayssm status`, `policies` (engine presets included) and `models`. Imports
+neither torch nor transformers until policies are asked for.
 """
 
 from pathlib import Path
@@ -58,6 +58,7 @@ def policies_text(names: list[str], *, ring_len: int) -> str:
     from dataclasses import replace
 
     from replayssm.policy import PRESETS, StateGeometry, parse_policy
+    from replayssm.presets import ENGINE_PRESETS
 
     layers = {
         title: StateGeometry(recurrence=kind, heads=heads, rows=rows, cols=cols, key_groups=groups)
@@ -77,12 +78,32 @@ def policies_text(names: list[str], *, ring_len: int) -> str:
         f"{name}\n" + "\n".join(f"  {line}" for line in policy.describe())
         for name, policy in chosen.items()
     ]
+    engines = [engine_text(name) for name in names or ENGINE_PRESETS if name in ENGINE_PRESETS]
+    if engines and not names:
+        engines.insert(0, "Serving engines: the policy that is nearest to what each rounds today.")
     return "\n\n".join(
         [
             markdown_table(header, table),
             "kB / token: state and ring bytes that one layer reads and writes per token of one "
             f"sequence, averaged over a ring of L = {ring_len} tokens (policies may say @L).",
             *details,
+            *engines,
+        ]
+    )
+
+
+def engine_text(name: str) -> str:
+    """What the preset `name` stands for: where it was read, what it rounds, what differs."""
+    from replayssm.presets import ENGINE_PRESETS
+
+    preset = ENGINE_PRESETS[name]
+    return "\n".join(
+        [
+            f"{name} = {preset.policy}",
+            f"  {preset.engine}; layers: {preset.recurrence}",
+            f"  read in {preset.source}",
+            *(f"  rounds {line}" for line in preset.rounds),
+            *(f"  differs: {line}" for line in preset.differs),
         ]
     )
 
