@@ -14,6 +14,7 @@ TINY_ARCHITECTURES = (
     "qwen3_5_moe",
     "qwen3_next",
     "olmo_hybrid",
+    "kimi_linear",
     "mamba2",
     "nemotron_h",
     "bamba",
@@ -78,6 +79,23 @@ def tiny_config(name: str):
     if name == "olmo_hybrid":
         delta = {key: value for key, value in _DELTA.items() if key != "head_dim"}
         return transformers.OlmoHybridConfig(**_COMMON, **_ATTENTION, **delta)
+    if name == "kimi_linear":
+        return transformers.KimiLinearConfig(
+            **_COMMON,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=96,
+            linear_num_heads=4,
+            linear_head_dim=16,
+            kv_lora_rank=24,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        )
     if name == "mamba2":
         common = {k: v for k, v in _COMMON.items() if k != "max_position_embeddings"}
         return transformers.Mamba2Config(
@@ -174,7 +192,8 @@ def tiny_model(name: str):
                 dt = torch.logspace(-1.7, -0.3, heads)
                 parameter.copy_(dt + torch.log(-torch.expm1(-dt)))
             elif key.endswith("A_log"):
-                parameter.copy_(torch.linspace(0.05, 1.0, heads).log())
+                rates = torch.linspace(0.05, 1.0, parameter.numel())
+                parameter.copy_(rates.log().view_as(parameter))
             elif key.endswith("conv1d.weight"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
             elif key.endswith(".D"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from replayssm.models.errors import UnsupportedModelError
 
 GATED_DELTA = "gated_delta"
+KIMI_DELTA = "kimi_delta"
 MAMBA2 = "mamba2"
 
 
@@ -22,7 +23,8 @@ class Architecture:
     name: the name used in messages and in `replayssm models`.
     model_types: every `config.model_type` that loads as this architecture (the text model, and the
         multimodal wrapper where transformers maps it to the text model).
-    family: "gated_delta" or "mamba2": which functions are replaced and how they are called.
+    family: "gated_delta", "kimi_delta" or "mamba2": which functions are replaced and how they are
+        called.
     module: the modeling module, relative to `transformers.models`.
     mixer: class name of the recurrent layer inside that module.
     one_token_fault: submodule of the mixer that mixes up the rows of a batch when it sees a single
@@ -74,6 +76,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "OlmoHybridGatedDeltaNet",
         "beta in (0, 2): negative eigenvalues",
     ),
+    _row(
+        "kimi_linear",
+        KIMI_DELTA,
+        "KimiLinearDeltaAttention",
+        "the class in transformers, not the one in a model's repository",
+    ),
     _row("mamba2", MAMBA2, "Mamba2Mixer", "step size clamped to time_step_limit at every token"),
     _row("nemotron_h", MAMBA2, "NemotronHMamba2Mixer", _DT_MIN),
     _row("bamba", MAMBA2, "BambaMixer", "step size clamped to time_step_limit at every token"),
@@ -91,8 +99,9 @@ UNSUPPORTED_RECURRENT: dict[str, str] = {
     "falcon_mamba": "Mamba-1 (a state per channel)",
     "jamba": "Mamba-1 (a state per channel)",
     "zamba": "Mamba-1 (a state per channel)",
-    "kimi_linear": "Kimi Delta Attention (a decay per key channel)",
-    "bailing_hybrid": "lightning attention",
+    "bailing_hybrid": "Kimi Delta Attention, in a model that transformers 5.17 does not have",
+    "glm5_next": "Kimi Delta Attention, beside sparse attention that caches an index",
+    "glm5_next_text": "Kimi Delta Attention, beside sparse attention that caches an index",
     "minimax": "lightning attention",
     "lfm2": "short convolutions without a state matrix",
     "lfm2_moe": "short convolutions without a state matrix",

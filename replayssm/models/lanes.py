@@ -104,7 +104,7 @@ class LaneCache:
             outputs: list[Tensor | None] = [
                 None
                 if row is None
-                else run(module, query[i : i + 1], row.keys, row.values, None, **kwargs)[0]
+                else run(module, query[i : i + 1], *_attended(module, row), None, **kwargs)[0]
                 for i, row in enumerate(rows)
             ]
             # Every lane has a shape; if none has a sequence, nobody steps.
@@ -140,6 +140,12 @@ class _LaneLayer(AppendLayer):
 
 class _HybridLaneLayer(_LaneLayer, HybridAppendLayer):
     """The same beside a recurrence (falcon_h1, zamba2)."""
+
+
+def _attended(module, row: AppendLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values of a lane; latent attention caches what both are expanded from."""
+    expand = getattr(module, "expand_kv", None)
+    return (row.keys, row.values) if expand is None else expand(row.keys, row.values)
 
 
 def _attention_function(name: str, module):

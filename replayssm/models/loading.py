@@ -88,7 +88,8 @@ def load(
     Args:
         dtype: of the weights: "float32", "bfloat16" or "float16"; not of the recurrent state.
         device: where the model goes, unless `device_map` is given.
-        trust_remote_code: run code from the model's repository; off unless asked for.
+        trust_remote_code: run code from the model's repository for its tokenizer; off unless asked
+            for. The model itself is always the library's own class.
         device_map: passed to transformers, to spread a model over several devices.
 
     Raises:
@@ -102,7 +103,7 @@ def load(
     find_architecture(config["model_type"], where=repr(name_or_path))
     _check_weights(folder, name_or_path)
     tokenizer = _load_tokenizer(folder, name_or_path, trust_remote_code)
-    model = _load_weights(folder, name_or_path, torch_dtype, trust_remote_code, device_map)
+    model = _load_weights(folder, name_or_path, torch_dtype, device_map)
     if device_map is None:
         model = model.to(_as_device(device))
     return LoadedModel(
@@ -219,9 +220,7 @@ def _load_tokenizer(folder: Path, name: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _load_weights(
-    folder: Path, name: str, dtype: torch.dtype, trust_remote_code: bool, device_map: Any
-) -> nn.Module:
+def _load_weights(folder: Path, name: str, dtype: torch.dtype, device_map: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -229,7 +228,7 @@ def _load_weights(
             folder,
             dtype=dtype,
             device_map=device_map,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=False,  # the adapters know the library's own classes only
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, with the name of the tensor
             output_loading_info=True,

@@ -137,7 +137,7 @@ def test_models_without_a_recurrence_we_run(folder, tmp_path):
     for model_type, words in [
         ("llama", ["no recurrent layer", "llama", "qwen3_5", "zamba2"]),
         ("falcon_mamba", ["Mamba-1", "falcon_mamba", "mamba2"]),
-        ("kimi_linear", ["Kimi Delta"]),
+        ("glm5_next", ["Kimi Delta", "kimi_linear"]),
     ]:
         (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
         text = message(UnsupportedModelError, folder)
@@ -210,7 +210,7 @@ def test_positions_limit_attention_only(saved, tiny_model):
 
 def test_list_of_architectures():
     assert [a.name for a in list_architectures()][:2] == ["qwen3_5", "qwen3_5_moe"]
-    assert len(list_architectures()) == 10
+    assert len(list_architectures()) == 11
     assert not hasattr(models, "nonesuch")
 
 

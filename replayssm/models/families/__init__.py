@@ -49,10 +49,14 @@ class Family(Protocol):
 
 
 def get_family(name: str) -> Family:
-    """The family called `name` ("gated_delta" or "mamba2")."""
-    from replayssm.models.families import gated_delta, mamba2
+    """The family called `name` ("gated_delta", "kimi_delta" or "mamba2")."""
+    from replayssm.models.families import gated_delta, kimi_delta, mamba2
 
-    families = {"gated_delta": gated_delta.GatedDelta(), "mamba2": mamba2.Mamba2()}
+    families = {
+        "gated_delta": gated_delta.GatedDelta(),
+        "kimi_delta": kimi_delta.KimiDelta(),
+        "mamba2": mamba2.Mamba2(),
+    }
     if name not in families:
         raise ValueError(f"unknown family {name!r}; known families: {sorted(families)}")
     return families[name]

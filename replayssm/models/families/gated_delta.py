@@ -37,6 +37,7 @@ class GatedDelta:
 
     recurrence = "gated_delta"
     functions = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
+    inputs: type = GatedDeltaInputs  # of the operator
 
     def shapes(self, mixer: nn.Module) -> dict[str, int]:
         return {
@@ -51,25 +52,27 @@ class GatedDelta:
 
     def call(self, name: str, mixer: nn.Module, execute: Execute, args: tuple, kwargs: dict) -> Any:
         del name  # both functions mean the same operator; T = 1 is no special case
-        return _gated_delta_rule(mixer, execute, *args, **kwargs)
+        k_heads = self.shapes(mixer)["num_k_heads"]
+        return _delta_rule(self.inputs, k_heads, execute, *args, **kwargs)
 
-    def select_rows(self, inputs: GatedDeltaInputs, rows: slice) -> GatedDeltaInputs:
-        return GatedDeltaInputs(*(tensor[rows] for tensor in inputs))
+    def select_rows(self, inputs: Any, rows: slice) -> Any:
+        return self.inputs(*(tensor[rows] for tensor in inputs))
 
-    def scale_log_decay(self, inputs: GatedDeltaInputs, factor: float) -> GatedDeltaInputs:
+    def scale_log_decay(self, inputs: Any, factor: float) -> Any:
         return inputs._replace(g=inputs.g * factor)
 
-    def log_decay(self, inputs: GatedDeltaInputs) -> Tensor:
+    def log_decay(self, inputs: Any) -> Tensor:
         return inputs.g
 
 
-def _gated_delta_rule(
-    mixer: nn.Module,
+def _delta_rule(
+    make_inputs: type,
+    k_heads: int,
     execute: Execute,
     query: Tensor,  # [B, T, HK or HV, K]
     key: Tensor,  # [B, T, HK or HV, K]
     value: Tensor,  # [B, T, HV, V]
-    g: Tensor,  # [B, T, HV], log decay <= 0
+    g: Tensor,  # log decay <= 0: [B, T, HV], or one for each key channel, [B, T, HV, K]
     beta: Tensor,  # [B, T, HV]
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -79,13 +82,13 @@ def _gated_delta_rule(
     refuse_packing(kwargs)
     if not use_qk_l2norm_in_kernel:
         raise UnsupportedInputError(
-            "the gated delta rule was called without L2 normalisation of q and k; no supported "
+            "the delta rule was called without L2 normalisation of q and k; no supported "
             "architecture does that"
         )
-    copies = key.shape[2] // mixer.num_k_heads
+    copies = key.shape[2] // k_heads
     q = _l2_normalise(query[:, :, ::copies]) * query.shape[-1] ** -0.5
     k = _l2_normalise(key[:, :, ::copies])
-    inputs = GatedDeltaInputs(q=q, k=k, v=value.float(), g=g.float(), beta=beta.float())
+    inputs = make_inputs(q=q, k=k, v=value.float(), g=g.float(), beta=beta.float())
     out = execute(inputs, continued=initial_state is not None)  # [B, T, HV, V] FP32
     state = state_placeholder(out) if output_final_state else None
     # The gated norm that follows computes in FP32 but takes its result dtype from here.
