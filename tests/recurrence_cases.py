@@ -117,10 +117,12 @@ def take_tokens(inputs, start, stop):
     return type(inputs)(*(t if t is None or t.dim() < 3 else t[:, start:stop] for t in inputs))
 
 
-def make_update(recurrence, policy="fp32", geometry=None, *, layer=3):
-    """A StateUpdate; `policy` is a label or a policy."""
+def make_update(recurrence, policy="fp32", geometry=None, *, layer=3, **options):
+    """A StateUpdate; `policy` is a label or a policy, `options` are backend and device."""
     policy = parse_policy(policy) if isinstance(policy, str) else policy
-    return StateUpdate(recurrence, policy, layer=layer, **(geometry or PLAIN[recurrence]))
+    return StateUpdate(
+        recurrence, policy, layer=layer, **options, **(geometry or PLAIN[recurrence])
+    )
 
 
 def make_cache(update, batch, *, state=None, sequence=None, seed=5, dtype=torch.float32):

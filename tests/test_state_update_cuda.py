@@ -24,9 +24,9 @@ def moved(inputs, device):
     return type(inputs)(*(t.to(device) for t in inputs))
 
 
-def cache_on(update, device, state, sequence):
-    cache = update.new_cache(len(sequence), device, sequence=sequence, seed=5)
-    update.load(cache, state.to(device))
+def cache_on(update, state, sequence):
+    cache = update.new_cache(len(sequence), sequence=sequence, seed=5)
+    update.load(cache, state.to(update.device))
     return cache
 
 
@@ -35,11 +35,11 @@ def cache_on(update, device, state, sequence):
 def test_fp32_products_are_fp32(name, tokens):
     """Within FP32 rounding of the float64 oracle: no TF32 anywhere."""
     recurrence, geometry = GEOMETRIES[name]
-    update = make_update(recurrence, "fp32", geometry)
+    update = make_update(recurrence, "fp32", geometry, device="cuda", backend="reference")
     inputs = make_inputs(recurrence, geometry, 3, 48)
     state = random_state(update, 3)
     expected, last = oracle(recurrence, state, inputs)
-    cache = cache_on(update, "cuda", state, [0, 1, 2])
+    cache = cache_on(update, state, [0, 1, 2])
     on_device = moved(inputs, "cuda")
     outputs = torch.cat(
         [update.step(cache, take_tokens(on_device, t, t + tokens)) for t in range(0, 48, tokens)], 1
@@ -53,12 +53,11 @@ def test_fp32_products_are_fp32(name, tokens):
 @pytest.mark.parametrize("recurrence", PLAIN)
 @pytest.mark.parametrize("policy", ["fp16-sr", "fp8-sr", "nvfp4", "fp16-sr+nvfp4", "fp32:ring=fp8"])
 def test_rows_at_different_cursors_round_like_the_cpu(recurrence, policy):
-    update = make_update(recurrence, policy)
     inputs = make_inputs(recurrence, PLAIN[recurrence], 4, 60)
-    state = random_state(update, 4)
     caches, outputs = {}, {}
     for device in ("cpu", "cuda"):
-        cache = cache_on(update, device, state, [3, 1, 4, 2])
+        update = make_update(recurrence, policy, device=device, backend="reference")
+        cache = cache_on(update, random_state(update, 4), [3, 1, 4, 2])
         for row in range(1, 4):
             index = torch.tensor([row])
             part = cache.select(index)
@@ -77,12 +76,12 @@ def test_rows_at_different_cursors_round_like_the_cpu(recurrence, policy):
     assert (a != b).double().mean() < (1.0 if policy.startswith("fp32") else 5e-3)
     assert relative(outputs["cuda"], outputs["cpu"]) < 2e-2
     assert torch.equal(caches["cuda"].flushes.cpu(), caches["cpu"].flushes)
-    assert torch.equal(caches["cuda"].pos, caches["cpu"].pos)
+    assert torch.equal(caches["cuda"].pos.cpu(), caches["cpu"].pos)
 
 
 def test_tf32_is_refused():
-    update = make_update("mamba2")
-    cache = update.new_cache(1, "cuda", sequence=[0], seed=0)
+    update = make_update("mamba2", device="cuda", backend="reference")
+    cache = update.new_cache(1, sequence=[0], seed=0)
     inputs = moved(make_inputs("mamba2", PLAIN["mamba2"], 1, 4), "cuda")
     before = torch.backends.cuda.matmul.fp32_precision
     try:

@@ -1,7 +1,11 @@
 """The cache of one recurrent layer: checkpoint, read copy, ring and cursors, one row a sequence.
 
 Owns tensors and where they stand; launches no arithmetic and knows neither recurrence nor policy.
-`state_update.py` is the only writer.
+`state_update` is the only writer. Every tensor keeps its place in memory for the life of a cache:
+all writes are in place, so that a captured graph, or an operator's argument, stays valid.
+
+Cursors live where the state lives. The host knows them, too, as long as it moved them itself; after
+a commit of numbers that only a GPU has, it must ask (`cursor`), which waits for the GPU.
 """
 
 from __future__ import annotations
@@ -9,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from replayssm.formats.codec import Quantized
 
-_PER_ROW = ("pos", "flushes", "sequence", "seed", "saturated")
+_PER_ROW = ("pos", "flushes", "sequence", "seed", "saturated", "not_finite")
 
 
 @dataclass(kw_only=True)
@@ -23,19 +28,25 @@ class ReplayCache:
     """State of B sequences in one layer.
 
     Attributes:
-        checkpoint: the stored state as of the last flush.
+        checkpoint: the stored state as of the last flush. What its writes saturated is summed up
+            in `saturated`; its own count, and the read copy's, is not kept.
         read_copy: the copy that outputs are read from, or None where they read the checkpoint.
         ring: encoded records [B, heads, L, ...] by name; `name.scale` holds the scales of `name`.
             Slots at and past `pos` hold leftovers of any kind.
         parameters: layer constants that folding needs beside the ring (A of Mamba-2), by reference.
-        pos: [B] int64 on the CPU, committed records: control flow depends on it.
+        pos: [B] int64, committed records.
         flushes: [B] int64, state writes so far, the hand-over included: the next one's flush index.
         sequence: [B] int64, which request a row is; with `seed` and `flushes` it keys random bits.
         seed: [B] int64.
         saturated: [B] int64, state elements saturated on writing, summed over writes and copies.
+        not_finite: [B] int64, state elements that were Inf or NaN when a kernel wrote them. (The
+            reference raises instead.)
         layer: index of the layer in the model.
         ring_len: L.
         uncommitted: tokens of the last window that may still be committed.
+        may_be_full: whether some row may have a full ring, as it may after a commit.
+        known: on a GPU, what the host knows of `pos`: one number for all rows, [B] on the CPU, or
+            None. Not kept while a graph is captured: then nothing moves.
     """
 
     checkpoint: Quantized
@@ -46,10 +57,13 @@ class ReplayCache:
     sequence: Tensor
     seed: Tensor
     saturated: Tensor
+    not_finite: Tensor
     layer: int
     ring_len: int
     parameters: dict[str, Tensor] = field(default_factory=dict)
     uncommitted: int = 0
+    may_be_full: bool = False
+    known: int | Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -58,9 +72,57 @@ class ReplayCache:
 
     @property
     def cursor(self) -> int | Tensor:
-        """The slot every row stands at, or `pos` itself where rows differ."""
-        first = int(self.pos[0])
-        return first if bool((self.pos == first).all()) else self.pos
+        """The slot every row stands at, or `pos` on the CPU where rows differ.
+
+        Waits for the GPU where the host does not know.
+        """
+        if self.pos.device.type == "cpu":
+            return _common(self.pos)
+        if self.known is None:
+            self.known = _common(self.pos.cpu())
+        return self.known
+
+    def advance(self, accepted: int | Tensor) -> None:
+        """Moves every cursor, in place, by one number or by [B]; from the CPU, the host knows."""
+        if not isinstance(accepted, Tensor):
+            self.pos.add_(accepted)
+            self.learn(None if self.known is None else self.known + accepted)
+            return
+        self.pos.add_(accepted.to(self.pos.device, non_blocking=True))
+        on_host = accepted.device.type == "cpu" and self.known is not None
+        self.learn(self.known + accepted if on_host else None)
+
+    def learn(self, cursor: int | Tensor | None) -> None:
+        """Notes where the rows stand after their cursors moved on a GPU; see `known`."""
+        if self.pos.device.type != "cpu" and not torch.cuda.is_current_stream_capturing():
+            self.known = _common(cursor) if isinstance(cursor, Tensor) else cursor
+
+    def emptied(self, rows: Tensor | None) -> None:
+        """Notes that the rings of `rows` (bool [B]; None: all) were emptied on a GPU."""
+        if rows is None:
+            self.learn(0)
+        elif self.known is None or rows.device.type != "cpu":
+            self.learn(None)
+        else:
+            known = torch.as_tensor(self.known).expand(self.batch)
+            self.learn(known.where(~rows, 0))
+
+    @cached_property
+    def kernel_arguments(self) -> dict[str, list[Tensor]]:
+        """Tensors in the order that operators take them, by reference: row i is slot i.
+
+        "cursors": slots, pos, flushes, sequence, seed, saturated, not_finite, arrivals.
+        """
+        read_copy = [] if self.read_copy is None else list(self.read_copy.tensors().values())
+        slots = torch.arange(self.batch, dtype=torch.int32, device=self.pos.device)
+        cursors = [self.pos, self.flushes, self.sequence, self.seed]
+        cursors += [self.saturated, self.not_finite]
+        return {
+            "checkpoint": list(self.checkpoint.tensors().values()),
+            "read_copy": read_copy,
+            "ring": list(self.ring.values()),
+            "cursors": [slots, *cursors, torch.zeros_like(slots)],
+        }
 
     def clone(self) -> ReplayCache:
         """A copy that shares no tensor with this cache (layer constants excepted)."""
@@ -76,6 +138,20 @@ class ReplayCache:
         for name, tensor in self._row_tensors().items():
             tensor[rows.to(tensor.device)] = theirs[name]
         self.parameters |= other.parameters
+        self.may_be_full |= other.may_be_full
+        if self.known is None or other.known is None:
+            self.learn(None)
+        else:
+            known = torch.as_tensor(self.known).repeat(self.batch)[: self.batch]
+            known[rows.cpu()] = torch.as_tensor(other.known)
+            self.learn(known)
+
+    def put_row(self, row: int, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrites one row, in place, with tensors named as in `state_dict`, without row axis."""
+        for name, tensor in self._row_tensors().items():
+            tensor[row] = tensors[name]
+        self.may_be_full = True
+        self.learn(None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor by name, by reference: what a resumed run needs to go on byte for byte."""
@@ -105,6 +181,8 @@ class ReplayCache:
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.uncommitted = int(tensors["uncommitted"])
+        self.may_be_full = True
+        self.learn(None)
         self.parameters = {
             name.removeprefix("parameters."): tensor.to(self.seed.device)
             for name, tensor in parameters.items()
@@ -125,7 +203,7 @@ class ReplayCache:
         for part in ("checkpoint", "read_copy"):
             quantized = getattr(self, part)
             if quantized is not None:
-                stored = quantized.tensors() | {"saturated": quantized.saturated}
+                stored = quantized.tensors()
                 tensors |= {f"{part}.{name}": tensor for name, tensor in stored.items()}
         return tensors | {f"ring.{name}": tensor for name, tensor in self.ring.items()}
 
@@ -137,8 +215,15 @@ class ReplayCache:
             read_copy=None if self.read_copy is None else self.read_copy.map(fn),
             ring={name: fn(tensor) for name, tensor in self.ring.items()},
             parameters=dict(self.parameters),
+            known=fn(self.known) if isinstance(self.known, Tensor) else self.known,
             **{name: fn(getattr(self, name)) for name in _PER_ROW},
         )
+
+
+def _common(pos: Tensor) -> int | Tensor:
+    """One number where all rows agree, else `pos` [B]; on the CPU."""
+    first = int(pos[0])
+    return first if bool((pos == first).all()) else pos
 
 
 def _nbytes(tensor: Tensor) -> int:

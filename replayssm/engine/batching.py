@@ -296,9 +296,7 @@ class _Batch:
     # -- lanes -------------------------------------------------------------------------------------
     def start(self, place: int, row: _Row) -> None:
         """Put a sequence into lane `place`."""
-        mine = self._session.tensors()
-        for name, tensor in row.tensors.items():
-            mine[name][place] = tensor
+        self._session.put_row(place, row.tensors)
         self._cache.put(place, row.cache)
         self.lanes[place] = row.lane
 

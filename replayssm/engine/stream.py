@@ -16,6 +16,10 @@ from replayssm.models.session import ReplaySession, RowGroup
 # Tokens a prefill pass reads at once: a long prompt must not need all its activations together.
 PREFILL_CHUNK = 512
 
+# On a GPU, Inf or NaN in a written state is counted there, and looked at after so many tokens: a
+# look waits for the GPU, as whoever reads logits does anyway, but single tokens should not.
+FINITE_CHECK_TOKENS = 16
+
 
 class Stream:
     """Rows that are prefilled, handed over, and stepped. Callers use inference mode.
@@ -40,6 +44,7 @@ class Stream:
         self.source = list(source)
         self.capacity = capacity
         self.position = 0
+        self._unchecked = 0
         self.cache = adapter.new_cache()
 
     def prefill(self, prompts: Tensor) -> Tensor:
@@ -67,13 +72,21 @@ class Stream:
         self.position = other.position
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Read `tokens` [rows, T] under the policies; returns FP32 logits [rows, T, V]."""
+        """Read `tokens` [rows, T] under the policies; returns FP32 logits [rows, T, V].
+
+        Raises NonFiniteStateError if a state that is written is not finite: with kernels, at most
+        FINITE_CHECK_TOKENS tokens later, or T if that is more.
+        """
         assert self.session.decoding, "hand_over() first"
         if tokens.shape[0] != len(self.source):
             raise ValueError(f"this stream decodes {len(self.source)} rows, got {tokens.shape[0]}")
         with self.session:
             logits = self.adapter.forward(tokens, self.cache, start=self.position)
         self.position += tokens.shape[1]
+        self._unchecked += tokens.shape[1]
+        if self._unchecked >= FINITE_CHECK_TOKENS:
+            self.session.check_finite()
+            self._unchecked = 0
         return logits
 
     def tensors(self) -> dict[str, Tensor]:

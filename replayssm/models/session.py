@@ -112,6 +112,7 @@ class ReplaySession:
                     recurrence=family.recurrence,
                     policy=group.policy,
                     backend=backend,
+                    device=next(layer.mixer.parameters()).device,
                     layer=layer.index,
                     **shapes,
                 )
@@ -180,7 +181,8 @@ class ReplaySession:
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             if self.observer is not None:
                 self.observer(state.layer.index, inputs, out)
-        state.tokens += tokens
+        if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+            state.tokens += tokens
         return out
 
     def _run_group(self, state: _LayerState, index: int, inputs: Any) -> Tensor:
@@ -225,7 +227,6 @@ class ReplaySession:
         return [
             update.new_cache(
                 group.rows,
-                mixer.conv1d.weight.device,
                 sequence=torch.tensor(group.sequences),
                 seed=torch.tensor(group.seeds),
                 dtype=self.adapter.family.ring_dtype(mixer),
@@ -254,12 +255,62 @@ class ReplaySession:
                 )
         self.decoding = True
 
+    def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
+        """Overwrite a row of the only group with tensors named as in `tensors()`, without row axis;
+        in place.
+        """
+        assert self.decoding and len(self.groups) == 1
+        for state in self._layers:
+            prefix = f"{state.layer.index}.0."
+            state.caches[0].put_row(
+                row, {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )
+
+    def replayed(self, tokens: int) -> None:
+        """Say that a captured graph of one forward pass over `tokens` tokens was replayed.
+
+        While a graph is captured nothing moves, here or on the GPU.
+        """
+        for state in self._layers:
+            state.tokens += tokens
+            for update, cache in zip(state.updates, state.caches, strict=True):
+                update.replayed(cache, tokens)
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteStateError if kernels wrote Inf or NaN into a state, since the hand-over.
+
+        Waits for the GPU, once for all layers. The reference backend raises when it would write.
+        """
+        counts: dict[torch.device, list[Tensor]] = {}
+        for state in self._layers:
+            for update, cache in zip(state.updates, state.caches, strict=True):
+                if update.effective_backend != "reference":
+                    counts.setdefault(cache.not_finite.device, []).append(cache.not_finite)
+        if not any(bool(torch.cat(rows).any()) for rows in counts.values()):
+            return
+        for state in self._layers:
+            for update, cache in zip(state.updates, state.caches, strict=True):
+                update.check_finite(cache)
+
     # -- looking at the state ----------------------------------------------------------------------
 
     @property
     def backends(self) -> tuple[str, ...]:
         """Backends in effect over all layers and groups, sorted; never "auto"."""
         return tuple(sorted({u.effective_backend for s in self._layers for u in s.updates}))
+
+    def group_backends(self, group: int) -> tuple[str, ...]:
+        """Backends in effect for a group over all layers, sorted, each with the reason why "auto"
+        did not take kernels on a GPU.
+        """
+        updates = [state.updates[group] for state in self._layers]
+        told = {
+            f"{u.effective_backend}: {u.backend_reason}"
+            if u.backend_reason
+            else u.effective_backend
+            for u in updates
+        }
+        return tuple(sorted(told))
 
     @property
     def layer_indices(self) -> tuple[int, ...]:

@@ -94,4 +94,4 @@ def test_bytes_are_those_the_policy_predicts(recurrence, policy):
     assert (held["read_copy"] > 0) == (policy.read_copy is not None)
     record = sum(policy._record_bytes(geometry))
     assert held["ring"] == 5 * policy.ring_len * record
-    assert held["cursors"] == 5 * 5 * 8
+    assert held["cursors"] == 6 * 5 * 8
