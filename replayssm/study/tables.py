@@ -305,7 +305,8 @@ _ARM_COLUMNS = (
 )  # fmt: skip
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def csv_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """CSV with a header; None is an empty cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
@@ -326,7 +327,7 @@ def summary_csv(records: Sequence[RunRecord]) -> str:
             row.append(verdict(arm, limits))
             row += [arm[window][name] for window in ("whole", "last_quarter") for name in names]
             rows.append(row)
-    return _csv(header, rows)
+    return csv_text(header, rows)
 
 
 def position_csv(records: Sequence[RunRecord]) -> str:
@@ -338,7 +339,7 @@ def position_csv(records: Sequence[RunRecord]) -> str:
         for arm in record.summary["arms"]
         for window in arm["curve"]
     ]
-    return _csv(["model", "run_id", "label", *names], rows)
+    return csv_text(["model", "run_id", "label", *names], rows)
 
 
 def phase_csv(records: Sequence[RunRecord]) -> str:
@@ -350,7 +351,7 @@ def phase_csv(records: Sequence[RunRecord]) -> str:
         for arm in record.summary["arms"]
         for row in arm["phase"]
     ]
-    return _csv(["model", "run_id", "label", "ring_len", *names], rows)
+    return csv_text(["model", "run_id", "label", "ring_len", *names], rows)
 
 
 def attribution_csv(records: Sequence[RunRecord]) -> str:
@@ -366,4 +367,4 @@ def attribution_csv(records: Sequence[RunRecord]) -> str:
         for row in record.summary.get("attribution", [])
         for axis in row["axes"]
     ]
-    return _csv(["model", "run_id", "policy", "ring_len", *whole, *of_axis, *bounded], rows)
+    return csv_text(["model", "run_id", "policy", "ring_len", *whole, *of_axis, *bounded], rows)
