@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter  # noqa: E402
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: E402
 
 from replayssm.study import tables  # noqa: E402
 from replayssm.study.store import RunRecord  # noqa: E402
@@ -27,7 +27,7 @@ from replayssm.study.store import RunRecord  # noqa: E402
 # run.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-_LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
+LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
 _FLOOR = {"color": "#444444", "linestyle": (0, (6, 3)), "linewidth": 1.2}
 _FAULT = {"color": "#444444", "linestyle": (0, (1, 2.5)), "linewidth": 1.2}
 _STYLE = {
@@ -60,7 +60,7 @@ def _styles(record: RunRecord) -> dict[str, dict]:
         label: {
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": _LINES[i % len(_LINES)],
+            "linestyle": LINES[i % len(LINES)],
         }
         for i, label in enumerate(labels)
     }
@@ -105,9 +105,18 @@ def _band(record: RunRecord) -> str:
     return f"{100 * about['confidence']:.0f} % interval {about['label']}"
 
 
-def _legend(figure: Figure, axes) -> None:
+def legend(figure: Figure, axes) -> None:
+    """The lines of `axes`, beside the plot."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
+
+
+def plain_ticks(axis, values: list[int] | None = None) -> None:
+    """Whole numbers instead of powers of ten on a logarithmic axis; ticks at `values` only."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if values is not None:
+        axis.set_major_locator(FixedLocator(values))
+        axis.set_minor_locator(NullLocator())
 
 
 def render(figure: Figure) -> dict[str, bytes]:
@@ -145,8 +154,8 @@ def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
         axes.set(xscale="log", yscale="log")
         axes.set_xlabel("tokens since the prompt (end of prefill)")
         axes.set_ylabel(_KL_LABEL)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        _legend(figure, axes)
+        plain_ticks(axes.xaxis)
+        legend(figure, axes)
         return render(figure)
 
 
@@ -187,7 +196,7 @@ def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
         axes.set(yscale="log")
         axes.set_xlabel("ring phase (token position mod ring length)")
         axes.set_ylabel(_KL_LABEL)
-        _legend(figure, axes)
+        legend(figure, axes)
         return render(figure)
 
 
@@ -237,7 +246,7 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
             "state traffic, kB per token and sequence, read and written (lower is better)"
         )
         axes.set_ylabel(_KL_LABEL)
-        _legend(figure, axes)
+        legend(figure, axes)
         return render(figure)
 
 
@@ -330,7 +339,7 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
         )
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_xlabel(_KL_LABEL)
-        _legend(figure, axes)
+        legend(figure, axes)
         return render(figure)
 
 
