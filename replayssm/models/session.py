@@ -303,13 +303,11 @@ class ReplaySession:
         """Backends in effect for a group over all layers, sorted, each with the reason why "auto"
         did not take kernels on a GPU.
         """
-        updates = [state.updates[group] for state in self._layers]
-        told = {
-            f"{u.effective_backend}: {u.backend_reason}"
-            if u.backend_reason
-            else u.effective_backend
-            for u in updates
-        }
+        told = set()
+        for state in self._layers:
+            update = state.updates[group]
+            reason = f" ({update.backend_reason})" if update.backend_reason else ""
+            told.add(update.effective_backend + reason)
         return tuple(sorted(told))
 
     @property
