@@ -16,9 +16,22 @@ from replayssm.formats.philox import random_bits as reference_bits
 from replayssm.formats.rounding import NEAREST_EVEN, TOWARD_ZERO, round_to_format, stochastic
 from replayssm.formats.storage import STORAGES, Storage
 from replayssm.ops.quantize import rounding as device_rounding
-from replayssm.ops.quantize.layout import load_matrix, store_matrix, stored, tile_width
+from replayssm.ops.quantize.layout import (
+    load_matrix,
+    reads_words,
+    store_matrix,
+    stored,
+    tile_width,
+)
 from replayssm.ops.quantize.philox import philox4x32, random_bits
-from replayssm.ops.quantize.tiles import load_tile, matvec, store_tile
+from replayssm.ops.quantize.tiles import (
+    load_eighths,
+    load_tile,
+    load_unscaled,
+    matvec,
+    row_factor,
+    store_tile,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
@@ -222,10 +235,18 @@ def tile_kernel(
     tl.debug_barrier()
     back = load_tile(dest, slot, row, in_rows, ROWS, COLS, WIDTH, STORAGE)
     store_matrix(read_back + base * COLS, row, in_rows, back, COLS, WIDTH)
-    column = tl.arange(0, WIDTH)
-    a = tl.load(vectors + column, mask=column < COLS, other=0.0)
-    b = tl.load(vectors + COLS + column, mask=column < COLS, other=0.0)
-    dot_a, dot_b = matvec(dest, slot, row, in_rows, a, b, ROWS, COLS, WIDTH, STORAGE)
+    if reads_words(STORAGE, COLS):
+        a = load_eighths(vectors, COLS, WIDTH // 8)
+        b = load_eighths(vectors + COLS, COLS, WIDTH // 8)
+        dot_a, dot_b = matvec(dest, slot, row, in_rows, a, b, ROWS, COLS, WIDTH, STORAGE)
+    else:
+        column = tl.arange(0, WIDTH)
+        a = tl.load(vectors + column, mask=column < COLS, other=0.0)
+        b = tl.load(vectors + COLS + column, mask=column < COLS, other=0.0)
+        unscaled = load_unscaled(dest, slot, row, in_rows, COLS, WIDTH, STORAGE)
+        factor = row_factor(dest, slot, row, in_rows, ROWS, STORAGE)
+        dot_a = tl.sum(unscaled * a[None, :], 1) * factor
+        dot_b = tl.sum(unscaled * b[None, :], 1) * factor
     tl.store(product_a + base + row, dot_a, mask=in_rows)
     tl.store(product_b + base + row, dot_b, mask=in_rows)
 

@@ -25,8 +25,11 @@ from replayssm.ops.gated_delta.triton_flush import flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
+    line_columns,
+    power_of_two,
     ring_argument,
     sizes,
+    state_columns,
     state_width,
     token_argument,
     writes,
@@ -37,10 +40,11 @@ from replayssm.ops.gated_delta.triton_tiles import (
     fold_records,
     last,
     load_rows,
+    load_vector,
     write_state,
 )
-from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_tile, matvec
+from replayssm.ops.quantize.layout import reads_words, stored
+from replayssm.ops.quantize.tiles import load_eighths, load_tile, load_unscaled, matvec, row_factor
 from replayssm.ops.triton_common import Cursors, arrive, precision_of
 from replayssm.policy import PrecisionPolicy
 
@@ -66,12 +70,19 @@ def decode_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the state that are read at a time
+    KEYS: tl.constexpr,  # and of keys
 ):
-    """Grid (tiles of V, HV / HEADS, B). HEADS value heads share k, q and past keys."""
+    """Grid (tiles of V, HV / HEADS, B). HEADS value heads share k, q and past keys.
+
+    Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
+    and warps meet once for both. Vectors come from memory in the layout that needs them.
+    """
     tile, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
-    in_v, in_k = value < V, column < K
+    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    in_v = value < V
+    in_rows = None if V % BV == 0 else in_v
     out += (row * HV + group * HEADS) * V + value
     if slot < 0:
         for i in tl.static_range(HEADS):
@@ -82,16 +93,16 @@ def decode_kernel(
     past = record < count
     fits = count < L  # a ring without room is a caller's mistake; no number may come of it
     key_head = group * HEADS // (HV // HK)
-    at_key = key_head * K + column
-    k = tl.load(tokens.k + row * tokens.k_row + at_key, mask=in_k, other=0.0)
-    k = as_held(k, tokens.k, ring.k)  # [BK]
-    q = tl.load(tokens.q + row * tokens.q_row + at_key, mask=in_k, other=0.0).to(tl.float32)
+    k_at = tokens.k + row * tokens.k_row + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
     keys = ring.k + (slot * HK + key_head) * L * K
-    k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
+    from_keys, k_q = _read_keys(keys, k_at, q_at, record, past, K, BL, KEYS)
+    WORDS: tl.constexpr = reads_words(READ, K)
+    if WORDS:
+        k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
+        q_parts = load_eighths(q_at, K, BK // 8)
 
     for i in tl.static_range(HEADS):
-        # Loads come first and the first reduction after the state's: it brings a barrier, which no
-        # load may cross.
         head = group * HEADS + i
         first = (slot * HV + head) * L  # this head's oldest record
         g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
@@ -101,17 +112,22 @@ def decode_kernel(
         v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
         v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
         state_row = head * V + value
-        in_rows = None if V % BV == 0 else in_v
-        state_k, state_q = matvec(read, slot, state_row, in_rows, k, q, V, K, BK, READ)
-        if i == 0:
-            past_k, past_q = tl.sum(k_past * k[None, :], 1), tl.sum(k_past * q[None, :], 1)  # [BL]
-            k_q = tl.sum(k * q, 0)
+        if WORDS:
+            with_k, with_q = matvec(
+                read, slot, state_row, in_rows, k_parts, q_parts, V, K, BK, READ
+            )
+            both = tl.join(with_k, with_q)  # [BV, 2]
+        else:
+            both = _read_state(
+                read, slot, state_row, in_rows, k_at, q_at, ring.k, V, K, BV, COLUMNS, READ
+            )
 
         log_decay = tl.cumsum(g_past, 0)
         now = last(log_decay, BL) + g
-        from_past, from_state = decay(now, log_decay), decay(now, 0.0)
-        predicted = from_state * state_k + tl.sum(u_past * (from_past * past_k)[:, None], 0)
-        answer = from_state * state_q + tl.sum(u_past * (from_past * past_q)[:, None], 0)
+        w_k, w_q = tl.split(from_keys * decay(now, log_decay)[:, None])  # [BL]
+        both *= decay(now, 0.0)
+        both += tl.sum(tl.join(u_past * w_k[:, None], u_past * w_q[:, None]), 0)  # [BV, 2]
+        predicted, answer = tl.split(both)
         u = beta * (v - predicted)  # [BV]
         answer = tl.where(fits, answer + u * k_q, float("nan"))
         tl.store(out + i * V, answer, mask=in_v)
@@ -126,15 +142,20 @@ def decode_kernel(
                 if ring.beta is not None:
                     tl.store(ring.beta + here, beta)
                 if head % (HV // HK) == 0:
-                    k_held = k.to(ring.k.dtype.element_ty)
-                    tl.store(keys + count * K + column, k_held, mask=in_k)
+                    column = tl.arange(0, BK)
+                    k = load_vector(k_at, column, ring.k, K)
+                    at = keys + count * K + column
+                    tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
 
         if FOLD:
             if count == L - 1:
                 # Slots past the last record, where BL > L, stay zero and add no decay.
+                column = tl.arange(0, BK)
                 s = load_tile(read, slot, state_row, in_rows, V, K, BK, READ)
+                k = load_vector(k_at, column, ring.k, K)
+                k_all = load_rows(keys, record, K, past, column, column < K)  # [BL, BK]
+                k_all = tl.where((record == count)[:, None], k[None, :], k_all)
                 u_all = tl.where((record == count)[:, None], u[None, :], u_past)
-                k_all = tl.where((record == count)[:, None], k[None, :], k_past)
                 log_decay = tl.where(record < count, log_decay, now)
                 s = fold_records(s, tl.trans(u_all), k_all, log_decay, FULL, BL)
                 write_state(
@@ -147,6 +168,59 @@ def decode_kernel(
             flushes = tl.load(cursors.flushes + slot)
             tl.store(cursors.flushes + slot, flushes + full)
             tl.store(cursors.pos + slot, tl.where(full, 0, count + 1).to(tl.int64))
+
+
+@triton.jit
+def _read_keys(
+    keys, k_at, q_at, record, past, K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Products of past keys with k and q, [BL, 2], and of k with q, in parts of COLUMNS columns."""
+    with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
+    own = tl.zeros([COLUMNS], tl.float32)
+    for start in tl.static_range(0, K, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        k, q = load_vector(k_at, column, keys, K), load_vector(q_at, column, q_at, K)
+        old = load_rows(keys, record, K, past, column, column < K)
+        with_k += old * k[None, :]
+        with_q += old * q[None, :]
+        own += k * q
+    return tl.sum(tl.join(with_k, with_q), 1), tl.sum(own, 0)
+
+
+@triton.jit
+def _read_state(
+    read, slot, row, in_rows, k_at, q_at, ring_k,
+    V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Products of the state with k and q, [BV, 2], one pass over the state.
+
+    In parts of 128 bytes a row, which eight lanes read: every further lane would cost each row a
+    shuffle. A row of K columns is K / COLUMNS rows.
+    """
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        s = load_unscaled(read, slot, row * PARTS + part, in_rows, K // PARTS, COLUMNS, READ)
+        with_k += s * load_vector(k_at, column, ring_k, K)[None, :]
+        with_q += s * load_vector(q_at, column, q_at, K)[None, :]
+    factor = row_factor(read, slot, row, in_rows, V, READ)
+    return tl.sum(tl.join(with_k, with_q), 1) * factor[:, None]
+
+
+@triton.jit
+def _held_parts(parts, source, ring):
+    """`as_held` of the eight vectors of `load_eighths`."""
+    return (
+        as_held(parts[0], source, ring),
+        as_held(parts[1], source, ring),
+        as_held(parts[2], source, ring),
+        as_held(parts[3], source, ring),
+        as_held(parts[4], source, ring),
+        as_held(parts[5], source, ring),
+        as_held(parts[6], source, ring),
+        as_held(parts[7], source, ring),
+    )
 
 
 def decode(
@@ -237,5 +311,7 @@ def _launch(
         **launch.options(storage if folds else None),
         BV=launch.block_v,
         BK=state_width(policy, constants),
+        COLUMNS=state_columns(policy, constants),
+        KEYS=min(line_columns(8 * ring.k.element_size()), power_of_two(constants["K"])),
     )
     return out

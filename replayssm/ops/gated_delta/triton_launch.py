@@ -65,18 +65,20 @@ class Launch:
         block_v: value rows of a state tile, a power of two >= 16.
         heads: value heads per program, a divisor of HV/HK (decode only).
         num_warps, num_stages: Triton's.
+        maxnreg: registers a thread may use, so that more programs share a multiprocessor.
     """
 
     block_v: int
     heads: int = 1
     num_warps: int = 4
     num_stages: int = 2
+    maxnreg: int | None = None
 
     def tiles(self, constants: Mapping[str, int]) -> int:
         """Tiles of one head's state."""
         return triton.cdiv(constants["V"], self.block_v)
 
-    def options(self, *written: Storage | None) -> dict[str, int | bool]:
+    def options(self, *written: Storage | None) -> dict[str, int | bool | None]:
         """Compiler options for a kernel that writes these storages.
 
         Fused multiply-adds would change the bits of block scales, see `ops/quantize`.
@@ -85,6 +87,7 @@ class Launch:
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
             "enable_fp_fusion": not blocks,
         }
 
@@ -103,8 +106,7 @@ def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
-    fmt = policy.read_storage.format
-    bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+    bits = _bits(policy.read_storage)
     whole = power_of_two(constants["V"])
     if kernel in ("step", "flush") and _scales_heads(policy):
         return Launch(block_v=whole, num_warps=8)
@@ -221,6 +223,23 @@ def pieces(policy: PrecisionPolicy, constants: Mapping[str, int]) -> dict[str, i
         if whole and piece >= layout.tile_width(1, policy.read_storage):
             return {"PIECES": constants["K"] // piece, "PIECE": piece}
     return {"PIECES": 1, "PIECE": state_width(policy, constants)}
+
+
+def line_columns(bits: int) -> int:
+    """Elements of so many bits in 128 bytes."""
+    return 1024 // bits
+
+
+def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
+    """Columns of the state that the decode kernel reads at a time: 128 bytes, or all."""
+    part = line_columns(_bits(policy.read_storage))
+    return part if constants["K"] % part == 0 else state_width(policy, constants)
+
+
+def _bits(storage: Storage) -> int:
+    """Bits of one code."""
+    fmt = storage.format
+    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
 
 
 def unscaled_dtype(storage: Storage) -> torch.dtype:

@@ -57,6 +57,12 @@ def as_held(x, source, ring):
 
 
 @triton.jit
+def load_vector(base, column, ring, K: tl.constexpr):
+    """FP32 values of one token's vector at `base` as `ring` will hold them; 0 past K."""
+    return as_held(tl.load(base + column, mask=column < K, other=0.0), base, ring)
+
+
+@triton.jit
 def last(x, SIZE: tl.constexpr):
     """The last entry of a scan, exactly; another reduction of what was scanned rounds otherwise."""
     return tl.sum(tl.where(tl.arange(0, SIZE) == SIZE - 1, x, 0.0), 0)

@@ -131,25 +131,16 @@ def matvec(
     WIDTH: tl.constexpr,
     STORAGE: tl.constexpr,
 ):
-    """Products of the tile with FP32 vectors a and b [WIDTH], read once: ([R], [R]).
+    """Products of a tile that `reads_words` with two vectors, read once: ([R], [R]).
 
-    b may be None (the second result repeats the first). a and b are 0 past COLS. All loads come
-    before the first barrier.
+    a and b are FP32 vectors as `load_eighths` gives them.
     """
-    if reads_words(STORAGE, COLS):
-        words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
-        scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
-        result_a = _words_times_vector(words, scale, _eighths(a, WIDTH // 8))
-        result_b = result_a
-        if b is not None:
-            result_b = _words_times_vector(words, scale, _eighths(b, WIDTH // 8))
-    else:
-        x = load_unscaled(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
-        result_a = tl.sum(x * a[None, :], 1)
-        result_b = result_a if b is None else tl.sum(x * b[None, :], 1)
-    return result_a * factor, result_b * factor
+    words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
+    scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
+    factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
+    with_a = _words_times_vector(words, scale, a)
+    with_b = _words_times_vector(words, scale, b)
+    return with_a * factor, with_b * factor
 
 
 @triton.jit
@@ -172,7 +163,7 @@ def matvec_in_memory(
     if reads_words(STORAGE, COLS):
         words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
         scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        parts = _load_eighths(a, COLS, WIDTH // 8)
+        parts = load_eighths(a, COLS, WIDTH // 8)
         factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
         return _words_times_vector(words, scale, parts) * factor
     else:
@@ -209,7 +200,7 @@ def _load_words(stored, slot, row, in_rows, COLS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def _load_eighths(base, COLS: tl.constexpr, WORDS: tl.constexpr):
+def load_eighths(base, COLS: tl.constexpr, WORDS: tl.constexpr):
     """Elements i, 8 + i, 16 + i, ... at `base` for i = 0 .. 7, eight FP32 vectors [WORDS]."""
     at = base + tl.arange(0, WORDS) * 8
     mask = tl.arange(0, WORDS) * 8 < COLS
@@ -279,19 +270,6 @@ def _decode_block_scale(code, STORAGE: tl.constexpr):
     else:
         # E4M3 without a sign.
         return (code.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120
-
-
-@triton.jit
-def _eighths(v, WORDS: tl.constexpr):
-    """Entries i, 8 + i, 16 + i, ... of v [8 * WORDS] for i = 0 .. 7, eight vectors [WORDS]."""
-    even, odd = tl.split(tl.reshape(v, [WORDS, 2, 2, 2]))
-    v0, v2 = tl.split(even)
-    v1, v3 = tl.split(odd)
-    v00, v04 = tl.split(v0)
-    v01, v05 = tl.split(v1)
-    v02, v06 = tl.split(v2)
-    v03, v07 = tl.split(v3)
-    return v00, v01, v02, v03, v04, v05, v06, v07
 
 
 @triton.jit
