@@ -23,7 +23,7 @@ it has these keys, each absent unless measured:
     generations   see `generations.summarise_generations`
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +119,7 @@ GENERATION_SCHEMA = pa.schema(
         pa.field("arm", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("length", pa.int32(), nullable=False),  # tokens before the stop token or the cap
         pa.field("stopped", pa.bool_(), nullable=False),
-        # First token that is not the reference's; null: none before the shorter one ended.
+        # Index of the first token that is not the reference's, its end included; null: equal texts.
         pa.field("first_divergence", pa.int32()),
         pa.field("repeated_share", pa.float32()),  # of 8-grams that occurred before in the text
         pa.field("loop", pa.bool_(), nullable=False),  # ends going round in circles
@@ -127,26 +127,44 @@ GENERATION_SCHEMA = pa.schema(
     ]
 )
 
-_FLOATS = ("kl", "kl_reverse", "delta_logp", "ref_entropy", "ref_top1_prob", "top2_margin")
+
+def typed_table(schema: pa.Schema, columns: Mapping[str, Sequence], arms: list[str]) -> pa.Table:
+    """Build a table with `schema` from flat columns of equal length; `columns["arm"]` indexes
+    `arms`.
+
+    NaN becomes null (a missing value stays missing), as does None; infinities are kept.
+    """
+    arrays = []
+    for field in schema:
+        values = columns[field.name]
+        if field.name == "arm":
+            indices = pa.array(np.asarray(values, dtype=np.int32), pa.int32())
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
+            continue
+        array = pa.array(values)
+        array = array if array.type == field.type else array.cast(field.type)
+        if pa.types.is_floating(field.type):
+            array = pc.if_else(pc.is_nan(array), pa.scalar(None, field.type), array)
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def records_table(columns: Mapping[str, np.ndarray], arms: list[str]) -> pa.Table:
-    """Build a table with SCHEMA from flat arrays of equal length; `columns["arm"]` indexes `arms`.
+    """A table with SCHEMA, see `typed_table`."""
+    return typed_table(SCHEMA, columns, arms)
 
-    NaN becomes null (a missing value stays missing); infinities are kept.
-    """
-    arrays = []
-    for field in SCHEMA:
-        values = columns[field.name]
+
+def load_columns(path: Path, schema: pa.Schema) -> dict[str, np.ndarray]:
+    """Columns of a record file as flat arrays; labels for `arm`, NaN where a value is missing."""
+    table = pq.read_table(path)
+    columns = {}
+    for field in schema:
+        column = table.column(field.name)
         if field.name == "arm":
-            indices = pa.array(values.astype(np.int32), pa.int32())
-            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(arms, pa.string())))
-        else:
-            array = pa.array(values).cast(field.type)
-            if field.name in _FLOATS:
-                array = pc.if_else(pc.is_nan(array), pa.scalar(None, field.type), array)
-            arrays.append(array)
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+            columns[field.name] = np.array(column.cast(pa.string()).to_pylist())
+        elif not pa.types.is_list(field.type):
+            columns[field.name] = column.to_numpy()
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +200,12 @@ class Positions:
         return found
 
 
-def load_positions(path: Path, arms: list[str], *, prompts: int) -> Positions:
-    """Read positions.parquet; ValueError unless all arms scored the same tokens of each prompt."""
-    table = pq.read_table(path).cast(SCHEMA)
+def load_positions(path: Path | pa.Table, arms: list[str], *, prompts: int) -> Positions:
+    """Read positions.parquet, or a table like it; ValueError unless all arms scored the same tokens
+    of each prompt.
+    """
+    table = path if isinstance(path, pa.Table) else pq.read_table(path).cast(SCHEMA)
+    path = "the table" if isinstance(path, pa.Table) else path
     per_prompt, remainder = divmod(table.num_rows, max(1, prompts * len(arms)))
     if remainder or not per_prompt:
         raise ValueError(

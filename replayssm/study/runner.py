@@ -8,27 +8,29 @@ divergence.
 Resuming. Records are written in stretches of CHUNK_TOKENS positions; at the end of a stretch the
 engine's state is saved, unless saving takes more than a twentieth of the time since the last save
 (an attention cache at 131,072 tokens is gigabytes). A resumed run loads the newest state, deletes
-records past it and recomputes them. The merged file depends neither on where the stretches were cut
-nor on the interruption.
+records past it and recomputes them. The merged files depend neither on where the stretches were cut
+nor on the interruption. positions.parquet is written last: where it is, everything else is whole.
 """
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from tqdm import tqdm
 
 from replayssm.engine.sampling import Sampler
-from replayssm.study import stats
-from replayssm.study.drift import window_drift
+from replayssm.study.generations import generation_table
 from replayssm.study.provenance import environment
+from replayssm.study.recording import Stretch
 from replayssm.study.records import load_positions, records_table
 from replayssm.study.spec import Arm, StudySpec
+from replayssm.study.state_metrics import state_tables
 from replayssm.study.store import (
     METRIC_VERSION,
     RunFolder,
@@ -36,7 +38,9 @@ from replayssm.study.store import (
     digest,
     read_json,
     write_json,
+    write_records,
 )
+from replayssm.study.summary import write_summary
 from replayssm.study.texts import read_tokens
 
 CHUNK_TOKENS = 2048
@@ -48,6 +52,7 @@ class Subject(Protocol):
 
     device: torch.device
     max_positions: int | None
+    stop_tokens: Collection[int]
 
     def digests(self) -> dict[str, str]:
         """Digests of everything loaded that the numbers depend on."""
@@ -62,6 +67,9 @@ class Subject(Protocol):
 
     def lockstep(self, spec: StudySpec) -> Any:
         """A new lockstep engine: arm 0 is the reference, then `spec.arms()` in order."""
+
+    def free_run(self, spec: StudySpec, prompts: torch.Tensor, prompt_ids: Any) -> torch.Tensor:
+        """Token ids [1 + arms, P, N] that the reference and `spec.free_arms()` write."""
 
     def effective(self, engine: Any) -> dict:
         """What the engine really stores and runs, read back from its caches, for the provenance."""
@@ -126,9 +134,9 @@ def _run_model(
         try:
             if not folder.positions_path.exists():
                 _measure(spec, model, subject, tokens, folder, progress, chunk_tokens)
-                scored = len(range(0, spec.tokens, spec.stride))
-                folder.merge(prompts=spec.prompts, positions=scored, arms=len(spec.arms()))
-            write_json(folder.summary_path, _summary(spec, subject, folder))
+                if spec.free_running and not folder.generations_path.exists():
+                    _generate(spec, subject, tokens, folder)
+                _conclude(spec, subject, folder)
             folder.clear_progress()
             folder.set_status("complete")
         except Exception as error:
@@ -137,18 +145,31 @@ def _run_model(
     return _result(folder, reused=False)
 
 
-def _summary(spec: StudySpec, subject: Subject, folder: RunFolder) -> dict:
+def _conclude(spec: StudySpec, subject: Subject, folder: RunFolder) -> None:
+    """From the shards of a measured run to its finished records and summary."""
     arms = [arm.describe() | subject.costs(arm) for arm in spec.arms()]
+    scored = {
+        "prompts": spec.prompts,
+        "positions": len(range(0, spec.tokens, spec.stride)),
+        "arms": len(arms),
+    }
+    if spec.state_positions:
+        folder.merge_states(prompts=spec.prompts, positions=spec.state_positions)
     positions = load_positions(
-        folder.positions_path, [arm["label"] for arm in arms], prompts=spec.prompts
+        folder.records(**scored), [arm["label"] for arm in arms], prompts=spec.prompts
     )
-    summary = stats.summarise(positions, arms, ring_len=spec.ring_len, tokens=spec.tokens)
-    bad = [
-        f"logits of {where['arm']} are not finite at prompt {where['prompt']}, "
-        f"position {where['position']} ({where['count']} of {where['of']} rows)"
-        for where in positions.first_nonfinite()
-    ]
-    return summary | {"nonfinite": bad}
+    thinned = spec.positions != "all"
+    write_summary(
+        folder,
+        positions,
+        arms,
+        ring_len=spec.ring_len,
+        tokens=spec.tokens,
+        thinned=thinned,
+        generated=spec.free_running and spec.free_running.tokens,
+    )
+    del positions  # tens of millions of rows: not twice in memory
+    folder.merge(**scored, kept=spec.kept if thinned else None)
 
 
 def _result(folder: RunFolder, *, reused: bool) -> RunResult:
@@ -219,27 +240,43 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
     chunk = max(1, chunk_tokens // spec.window) * spec.window
     labels = [arm.label for arm in spec.arms()]
     saving, saved_at = 0.0, time.monotonic()
-    start, parts = position, []
+    stretch = Stretch(spec, prompts, position)
     for logits, targets in _windows(spec, engine, text, position):
         saturated = sum(engine.saturated(layer) for layer in engine.layers)[1:]
-        if records := _records(spec, logits, targets, saturated, position, prompts):
-            parts.append(records)
-        width = logits.shape[2]
-        position += width
-        bar.update(len(prompts) * width)
-        if position - start >= chunk or position == spec.tokens:
-            for index, prompt in enumerate(prompts):
-                columns = {
-                    k: np.concatenate([part[index][k] for part in parts]) for k in parts[0][index]
-                }
-                folder.write_shard(prompt, start, position, records_table(columns, labels))
-            start, parts = position, []
+        stretch.add(logits, targets, saturated)
+        bar.update(stretch.stop - position)
+        position = stretch.stop
+        if position in spec.state_positions:
+            measured = engine.measure_states()
+            tables = state_tables(measured, prompts=prompts, position=position, arms=labels)
+            for prompt, table in zip(prompts, tables, strict=True):
+                folder.write_states(prompt, position, table)
+        if stretch.scored and (position - stretch.start >= chunk or position == spec.tokens):
+            for prompt, columns in zip(prompts, stretch.columns(), strict=True):
+                table = records_table(columns, labels)
+                folder.write_shard(prompt, stretch.start, position, table)
+            stretch = Stretch(spec, prompts, position)
             now = time.monotonic()
             if position < spec.tokens and saving <= _LARGEST_SAVING_SHARE * (now - saved_at):
                 with atomic_path(state_path) as temporary:
                     torch.save({"engine": engine.engine_state(), "position": position}, temporary)
                 saving, saved_at = time.monotonic() - now, time.monotonic()
     assert position == spec.tokens, f"the engine stopped at {position} of {spec.tokens} tokens"
+
+
+def _generate(spec: StudySpec, subject: Subject, tokens: np.ndarray, folder: RunFolder) -> None:
+    """Have every arm write on by itself, batch after batch, and record what it wrote."""
+    arms = [arm.label for arm in spec.free_arms()]
+    length = spec.free_running.prefill or spec.prefill
+    tables = []
+    for first in range(0, spec.prompts, spec.batch_size):
+        prompts = range(first, min(first + spec.batch_size, spec.prompts))
+        text = torch.from_numpy(tokens[prompts.start : prompts.stop, :length])
+        written = subject.free_run(spec, text, list(prompts)).cpu().numpy()
+        tables.append(
+            generation_table(written, stop_tokens=subject.stop_tokens, prompts=prompts, arms=arms)
+        )
+    write_records(folder.generations_path, pa.concat_tables(tables).unify_dictionaries())
 
 
 def _windows(spec: StudySpec, engine: Any, text: torch.Tensor, position: int) -> Iterator[tuple]:
@@ -258,68 +295,6 @@ def _windows(spec: StudySpec, engine: Any, text: torch.Tensor, position: int) ->
         at += width
 
 
-def _records(
-    spec: StudySpec,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    saturated: torch.Tensor,
-    position: int,
-    prompts: range,
-) -> list[dict]:
-    """Columns of one window, a dict of flat arrays (position-major, arm-minor) for each prompt.
-
-    `logits` [1 + A, P, T, V] with the reference first, `targets` [P, T], `saturated` [A, P] counts
-    at the end of the window; `position` is the window's first.
-    """
-    width = logits.shape[2]
-    scored = [i for i in range(width) if (position + i) % spec.stride == 0]
-    if not scored:
-        return []
-    logits, targets = logits[:, :, scored], targets[:, scored]
-    reference, candidates = logits[0].flatten(0, 1), logits[1:].flatten(1, 2)
-    drift = window_drift(reference, candidates, targets.reshape(-1).to(reference.device))
-    if not bool(drift.reference.finite.all()):
-        row = int((~drift.reference.finite).nonzero()[0])
-        prompt, index = divmod(row, len(scored))
-        raise ValueError(
-            f"logits of the FP32 reference are not finite at prompt {prompts[prompt]}, position "
-            f"{position + scored[index]}: there is nothing to compare with"
-        )
-    arms = spec.arms()
-    where = position + np.array(scored, dtype=np.int64)
-    shape = (len(arms), len(prompts), len(scored))
-
-    def per_arm(values: torch.Tensor) -> np.ndarray:  # [A, R] -> [P, S, A]
-        return values.reshape(shape).permute(1, 2, 0).cpu().numpy()
-
-    def per_row(values: torch.Tensor) -> np.ndarray:  # [R] -> [P, S, A]
-        wide = values.reshape(shape[1:]).cpu().numpy()
-        return np.repeat(wide[:, :, None], len(arms), axis=2)
-
-    ring_lens = np.array([arm.policy.ring_len for arm in arms])
-    cubes = {
-        "token": per_row(targets),
-        "kl": per_arm(drift.kl),
-        "kl_reverse": per_arm(drift.kl_reverse),
-        "delta_logp": per_arm(drift.delta_logp),
-        "ref_entropy": per_row(drift.reference.entropy),
-        "ref_top1_prob": per_row(drift.reference.top1_prob),
-        "top1_match": per_arm(drift.top1_match),
-        "top2_margin": per_row(drift.reference.top2_margin),
-        "nonfinite": per_arm(drift.nonfinite),
-        "saturated": per_arm(saturated[:, :, None].expand(shape)),
-    }
-    tables = []
-    for index, prompt in enumerate(prompts):
-        columns = {name: cube[index].reshape(-1) for name, cube in cubes.items()}
-        columns["prompt"] = np.full(columns["kl"].shape, prompt)
-        columns["position"] = np.repeat(where, len(arms))
-        columns["phase"] = (where[:, None] % ring_lens).reshape(-1)
-        columns["arm"] = np.tile(np.arange(len(arms)), len(where))
-        tables.append(columns)
-    return tables
-
-
 def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: RunFolder) -> None:
     """Note what is in effect; a run continued in another environment lists both."""
     here = environment(subject.device)
@@ -333,6 +308,7 @@ def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: Ru
             "environments": [here],
             "requested": {
                 arm.label: {"policy": arm.policy.describe(), "seed": arm.seed, "fault": arm.fault}
+                | ({} if arm.refresh is None else {"refresh": arm.refresh})
                 for arm in spec.arms()
             },
             "effective": subject.effective(engine),

@@ -5,12 +5,14 @@ Owns the file layout, the column list, the metric version and every byte that is
 transformers: a result can be read on a machine that has only numpy and pyarrow.
 
     results/runs/<experiment>/<run id>/ spec.json         what was asked, names resolved to content
-      (digests); the run id is its hash provenance.json   which code, packages and device answered
-      status.json       started | complete | failed (a failure keeps its traceback) shards/
-      records of a run in progress, one file per prompt and stretch of positions engine_state-*.pt
-      where a prompt batch stands, so that a killed run continues inside a long prompt
-      positions.parquet one row per prompt, position and arm, merged from the shards at the end
-      summary.json      statistics of positions.parquet
+                          (digests); the run id is its hash
+      provenance.json     which code, packages and device answered
+      status.json         started | complete | failed (a failure keeps its traceback)
+      shards/             records of a run in progress, one file per prompt and stretch of positions
+      engine_state-*.pt   where a prompt batch stands, so that a killed run continues inside a text
+      summary.json        statistics of all positions
+      segments.parquet, states.parquet, generations.parquet, where asked for: see `records`
+      positions.parquet   one row per prompt, kept position and arm, merged from the shards; last
 
 Every file is written under a temporary name and renamed when whole, and none holds a time of day: a
 run that was killed and continued leaves the same bytes as one that was not.
@@ -23,14 +25,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from replayssm.study.records import SCHEMA
+from replayssm.study.records import SCHEMA, STATE_SCHEMA
 
 # History of what the numbers mean. Raise it when a stored value would come out differently.
 #   1: KL in float64 from FP32 logits, stored in float32; prompt or moving-block bootstrap
@@ -40,6 +42,7 @@ METRIC_VERSION = 1
 ROW_GROUP_ROWS = 1 << 17
 
 _SHARD_NAME = re.compile(r"p(\d{5})-t(\d{9})-(\d{9})\.parquet")
+_STATES_NAME = re.compile(r"p(\d{5})-states-(\d{9})\.parquet")
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -94,6 +97,20 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def write_records(path: Path, records: pa.Table) -> None:
+    """Write a table of records; floats are split by bytes, which packs shortened ones well."""
+    split = [f.name for f in records.schema if pa.types.is_floating(f.type)]
+    with atomic_path(path) as temporary:
+        pq.write_table(
+            records.combine_chunks(),
+            temporary,
+            compression="zstd",
+            store_schema=False,
+            use_dictionary=[f.name for f in records.schema if not pa.types.is_floating(f.type)],
+            column_encoding={name: "BYTE_STREAM_SPLIT" for name in split},
+        )
+
+
 # -- run folder ------------------------------------------------------------------------------------
 class RunFolder:
     """One run's folder. Creating the object touches nothing; `begin` creates the folder.
@@ -121,6 +138,18 @@ class RunFolder:
     @property
     def provenance_path(self) -> Path:
         return self.path / "provenance.json"
+
+    @property
+    def segments_path(self) -> Path:
+        return self.path / "segments.parquet"
+
+    @property
+    def states_path(self) -> Path:
+        return self.path / "states.parquet"
+
+    @property
+    def generations_path(self) -> Path:
+        return self.path / "generations.parquet"
 
     @property
     def shards(self) -> Path:
@@ -200,28 +229,63 @@ class RunFolder:
         )
 
     def discard_from(self, prompt: int, start: int) -> None:
-        """Delete shards of `prompt` from position `start` on (they are recomputed)."""
+        """Delete what was recorded of `prompt` past `start` tokens (it is recomputed)."""
         for begin, stop in self.finished(prompt):
             if begin >= start:
                 self._shard(prompt, begin, stop).unlink()
+        for position in self._measured(prompt):
+            if position > start:
+                self._states(prompt, position).unlink()
 
     def write_shard(self, prompt: int, start: int, stop: int, records: pa.Table) -> None:
         """Store the records of `prompt`, positions [start, stop), ordered by position, then arm."""
         with atomic_path(self._shard(prompt, start, stop)) as temporary:
             pq.write_table(records, temporary, compression="zstd", store_schema=False)
 
-    def merge(self, *, prompts: int, positions: int, arms: int) -> None:
-        """Join all shards into positions.parquet, ordered by prompt, position, arm.
+    def write_states(self, prompt: int, position: int, records: pa.Table) -> None:
+        """Store the state records of `prompt` after `position` tokens."""
+        write_records(self._states(prompt, position), records)
 
-        Row groups have a fixed size, so the bytes do not depend on how the shards were cut. Raises
-        ValueError if a prompt's shards do not hold exactly `positions` x `arms` rows.
+    def records(self, *, prompts: int, positions: int, arms: int) -> pa.Table:
+        """All position records in the shards, ordered by prompt, position, arm.
+
+        Raises ValueError if a prompt's shards do not hold exactly `positions` x `arms` rows.
         """
+        tables = list(self._ordered_tables(prompts, positions * arms))
+        return pa.concat_tables(tables).unify_dictionaries()
+
+    def merge(
+        self, *, prompts: int, positions: int, arms: int, kept: Callable | None = None
+    ) -> None:
+        """Join the shards into positions.parquet, ordered by prompt, position, arm.
+
+        kept: which of some positions (array) stay, default all. Row groups have a fixed size, so
+        the bytes do not depend on how the shards were cut. Raises ValueError as `records` does.
+        """
+        tables = self._ordered_tables(prompts, positions * arms)
+        if kept is not None:
+            tables = (t.filter(pa.array(kept(t.column("position").to_numpy()))) for t in tables)
         with atomic_path(self.positions_path) as temporary:
             with pq.ParquetWriter(
                 temporary, SCHEMA, compression="zstd", store_schema=False, version="2.6"
             ) as writer:
-                for group in _regroup(self._ordered_tables(prompts, positions * arms)):
+                for group in _regroup(tables):
                     writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
+
+    def merge_states(self, *, prompts: int, positions: Sequence[int]) -> None:
+        """Join state records into states.parquet, ordered by prompt, position, arm, layer, head."""
+        tables = []
+        for prompt in range(prompts):
+            found = self._measured(prompt)
+            if found != list(positions):
+                raise ValueError(
+                    f"{self.shards}: states of prompt {prompt} are there after {found} tokens, "
+                    f"should be after {list(positions)}; delete {self.path} and run again"
+                )
+            tables += [
+                pq.read_table(self._states(prompt, at)).cast(STATE_SCHEMA) for at in positions
+            ]
+        write_records(self.states_path, pa.concat_tables(tables).unify_dictionaries())
 
     def clear_progress(self) -> None:
         """Delete the shards and engine states of a run whose positions.parquet is whole."""
@@ -232,6 +296,14 @@ class RunFolder:
 
     def _shard(self, prompt: int, start: int, stop: int) -> Path:
         return self.shards / f"p{prompt:05d}-t{start:09d}-{stop:09d}.parquet"
+
+    def _states(self, prompt: int, position: int) -> Path:
+        return self.shards / f"p{prompt:05d}-states-{position:09d}.parquet"
+
+    def _measured(self, prompt: int) -> list[int]:
+        """Tokens after which states of `prompt` are on disk, in order."""
+        matches = map(_STATES_NAME.fullmatch, _names(self.shards))
+        return sorted(int(m[2]) for m in matches if m and int(m[1]) == prompt)
 
     def _ordered_tables(self, prompts: int, rows_per_prompt: int) -> Iterator[pa.Table]:
         for prompt in range(prompts):

@@ -10,8 +10,18 @@ from types import SimpleNamespace
 
 import torch
 
+from replayssm.engine.probe import LayerStates
+
 VOCABULARY = 61
-SIZES = {"fp32": 0.0, "fp16": 1e-3, "fp16-sr": 1.4e-3, "fp8": 3e-2, "fp8-sr": 4e-2, "nvfp4": 0.3}
+SIZES = {
+    "fp32": 0.0,
+    "bf16": 8e-3,
+    "fp16": 1e-3,
+    "fp16-sr": 1.4e-3,
+    "fp8": 3e-2,
+    "fp8-sr": 4e-2,
+    "nvfp4": 0.3,
+}
 
 
 class FakeLockstep:
@@ -71,6 +81,29 @@ class FakeLockstep:
         total = sum(SIZES[p.label] for p in parts if p is not None)
         return total + (1e-6 if arm.control == "other_ring_len" else 0.0)
 
+    def measure_states(self):
+        """Two heads a layer; errors grow with the walk, the reference's are zero."""
+        sizes = torch.tensor([0.0] + [self.size(arm) for arm in self.arms])
+        walk = torch.cat([torch.zeros(1, len(self.ids)), self.state.float().abs()])
+        error = (sizes[:, None] * (1.0 + walk))[..., None].expand(-1, -1, 2).contiguous()
+        copies = [False] + [arm.policy.read_copy is not None for arm in self.arms]
+        missing = ~torch.tensor(copies)[:, None, None]
+        decay = torch.tensor([-0.1, -0.001], dtype=torch.float64).expand(len(self.ids), 2)
+        return [
+            LayerStates(
+                layer=layer,
+                checkpoint_error=error * (layer + 1),
+                read_error=error.masked_fill(missing, torch.nan),
+                output_error=error / 2,
+                state_norm=torch.ones_like(error),
+                underflowed=torch.zeros_like(error),
+                saturated=self.saturated(layer),
+                log_decay=decay,
+                writes=torch.full_like(error, 1.0 + self.position / 16).double(),
+            )
+            for layer in self.layers
+        ]
+
     layers = (0, 1)
 
     def saturated(self, layer):
@@ -98,6 +131,7 @@ class FakeSubject:
     """
 
     device = torch.device("cpu")
+    stop_tokens = frozenset({7})
 
     def __init__(self, name="fake", *, max_positions=None, poison=(), live=True):
         self.name, self.max_positions, self.poison, self.live = name, max_positions, poison, live
@@ -113,6 +147,7 @@ class FakeSubject:
             "fp32": 4.0,
             "fp16": 2.0,
             "fp16-sr": 2.0,
+            "bf16": 2.0,
             "fp8": 1.03,
             "fp8-sr": 1.03,
             "nvfp4": 0.56,
@@ -125,6 +160,19 @@ class FakeSubject:
 
     def lockstep(self, spec):
         return FakeLockstep(spec, self)
+
+    def free_run(self, spec, prompts, prompt_ids):
+        """Every arm writes the same, but coarse ones another token at a place of their own."""
+        free = spec.free_running
+        ids = torch.tensor(prompt_ids)[:, None]
+        text = (prompts[:, -1:] + 11 * torch.arange(free.tokens) + ids * 3) % VOCABULARY
+        rows = [text]
+        for index, arm in enumerate(spec.free_arms()):
+            row = text.clone()
+            if FakeLockstep(spec, self).size(arm) > 1e-2:
+                row[:, index + 1 :] = (row[:, index + 1 :] + 5) % 6
+            rows.append(row)
+        return torch.stack(rows)
 
     def effective(self, engine):
         return {"backend": "fake"}
