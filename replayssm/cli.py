@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _execution(drift)
 
     cli_tasks.add_commands(command, execution=_execution, names=_names)
-    cli_study.add_commands(command)
+    cli_study.add_commands(command, execution=_execution, names=_names, measure=_measure)
 
     status = command("status", _status, "List runs and how far they are.")
     status.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"), metavar="RUNS")
@@ -143,6 +143,11 @@ def _execution(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("results"), help="results folder (default: results)"
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument(
+        "--device-map",
+        metavar="auto",
+        help="spread the model over all GPUs, by the package accelerate (auto, balanced, ...)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow code shipped with a model"
@@ -208,15 +213,20 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
     for line in spec.warnings():
         print(f"replayssm: warning: {line}", file=sys.stderr)
     for policy in spec.policies:
-        for name, preset in presets_of(policy.label).items():
-            differs = "; ".join(preset.differs)
+        if engines := ", ".join(presets_of(policy.label)):
             print(
-                f"replayssm: note: {policy.label} is nearest to {name}: {differs}", file=sys.stderr
+                f"replayssm: note: {policy.label} is nearest to what {engines} do today; what "
+                "differs: replayssm policies NAME",
+                file=sys.stderr,
             )
 
     def open_subject(model: str) -> ModelSubject:
         subject = ModelSubject(
-            model, dtype=spec.dtype, device=device, trust_remote_code=arguments.trust_remote_code
+            model,
+            dtype=spec.dtype,
+            device=device,
+            trust_remote_code=arguments.trust_remote_code,
+            device_map=arguments.device_map,
         )
         print(
             f"{model}: {spec.prompts} prompts x {spec.tokens:,} tokens, {len(spec.arms())} arms "

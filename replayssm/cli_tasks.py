@@ -77,6 +77,7 @@ def _eval(arguments: argparse.Namespace) -> int:
             dtype=spec.dtype,
             device=device,
             trust_remote_code=arguments.trust_remote_code,
+            device_map=arguments.device_map,
         )
 
     results = run_tasks(

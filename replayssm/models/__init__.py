@@ -32,6 +32,7 @@ __all__ = [
     "UnsupportedInputError",
     "UnsupportedModelError",
     "WeightsError",
+    "architecture_of",
     "list_architectures",
     "load",
 ]
@@ -41,6 +42,7 @@ _LAZY = {
     "LoadedModel": "loading",
     "ReplaySession": "session",
     "RowGroup": "session",
+    "architecture_of": "loading",
     "load": "loading",
 }
 

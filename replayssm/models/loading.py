@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from replayssm.models.adapter import Adapter
-from replayssm.models.architectures import find_architecture
+from replayssm.models.architectures import Architecture, find_architecture
 from replayssm.models.errors import ModelError, TokenizerError, WeightsError
 
 BUILTIN_PREFIX = "builtin/"
@@ -27,6 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -90,17 +92,18 @@ def load(
         device: where the model goes, unless `device_map` is given.
         trust_remote_code: run code from the model's repository for its tokenizer; off unless asked
             for. The model itself is always the library's own class.
-        device_map: passed to transformers, to spread a model over several devices.
+        device_map: how to spread the model over several devices ("auto", "balanced", ..., or a
+            mapping from modules to devices), by the package accelerate; None: all on `device`.
 
     Raises:
         ModelError (a ValueError) with one line: unknown name, no recurrent layer, unsupported
-        family, weights missing, corrupt, incomplete or not in safetensors, tokenizer missing.
+        family, weights missing, corrupt, incomplete or not in safetensors, tokenizer missing,
+        accelerate missing, some weights on no device.
     """
     torch_dtype = _as_dtype(dtype)
+    _check_device_map(device_map)
     _quieten_transformers()
-    folder = _find_folder(name_or_path, trust_remote_code)
-    config = _read_config(folder, name_or_path)
-    find_architecture(config["model_type"], where=repr(name_or_path))
+    folder, _ = _identify(name_or_path, trust_remote_code)
     _check_weights(folder, name_or_path)
     tokenizer = _load_tokenizer(folder, name_or_path, trust_remote_code)
     model = _load_weights(folder, name_or_path, torch_dtype, device_map)
@@ -115,6 +118,11 @@ def load(
     )
 
 
+def architecture_of(name_or_path: str, *, trust_remote_code: bool = False) -> Architecture:
+    """What `load` would load, from its config.json alone; raises as `load` does."""
+    return _identify(name_or_path, trust_remote_code)[1]
+
+
 def builtin_models() -> tuple[str, ...]:
     """Names of the packaged models, as given to `load`."""
     root = Path(str(files("replayssm") / "assets"))
@@ -123,6 +131,13 @@ def builtin_models() -> tuple[str, ...]:
 
 
 # -- files -----------------------------------------------------------------------------------------
+
+
+def _identify(name: str, trust_remote_code: bool) -> tuple[Path, Architecture]:
+    """The folder of a model, and its architecture."""
+    folder = _find_folder(name, trust_remote_code)
+    model_type = _read_config(folder, name)["model_type"]
+    return folder, find_architecture(model_type, where=repr(name))
 
 
 def _find_folder(name: str, trust_remote_code: bool) -> Path:
@@ -277,6 +292,18 @@ def _as_device(device: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device")
     return device
+
+
+def _check_device_map(device_map: Any) -> None:
+    if device_map is None:
+        return
+    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
+        raise ModelError(f"device_map {device_map!r} is not one of {', '.join(DEVICE_MAPS)}")
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            f"device_map {device_map!r} needs the package accelerate, which is not installed: "
+            "pip install accelerate"
+        )
 
 
 def _digest(paths: list[Path]) -> str:

@@ -31,12 +31,21 @@ _ENGINE_KINDS = {
 class ModelSubject:
     """A loaded model on a device. Raises ValueError (one line) if it cannot be loaded or run."""
 
-    def __init__(self, name: str, *, dtype: str, device: str, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        name: str,
+        *,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool = False,
+        device_map: str | None = None,
+    ):
         self._loaded = models.load(
             name,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            device_map=device_map,
         )
         self.device = self._loaded.device
         self.max_positions = self._loaded.adapter.max_positions

@@ -190,6 +190,31 @@ def test_missing_and_damaged_tokenizers(folder):
     assert "no tokenizer" in message(TokenizerError, folder)
 
 
+def test_a_device_map_spreads_the_model(saved):
+    pytest.importorskip("accelerate")
+    loaded = load(str(saved), device_map="auto")
+    tokens = random_tokens(1, 6)
+    logits = loaded.model(tokens.to(loaded.device)).logits.cpu()
+    torch.testing.assert_close(logits, tiny_model("mamba2")(tokens).logits)
+
+
+def test_device_maps_that_cannot_be(saved, monkeypatch):
+    assert "'spread' is not one of auto, balanced" in message(
+        ModelError, saved, device_map="spread"
+    )
+    from replayssm.models import loading
+
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    text = message(ModelError, saved, device_map="auto")
+    assert "accelerate, which is not installed" in text
+
+
+def test_the_architecture_is_known_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert models.architecture_of(str(folder)).name == "mamba2"
+    assert models.architecture_of("builtin/gdn").family == "gated_delta"
+
+
 def test_bad_dtype_and_device(saved):
     assert "float64" in message(ModelError, saved, dtype="float64")
     assert "float64" in message(ModelError, saved, dtype=torch.float64)
