@@ -88,7 +88,7 @@ class FakeLockstep:
         error = (sizes[:, None] * (1.0 + walk))[..., None].expand(-1, -1, 2).contiguous()
         copies = [False] + [arm.policy.read_copy is not None for arm in self.arms]
         missing = ~torch.tensor(copies)[:, None, None]
-        decay = torch.tensor([-0.1, -0.001], dtype=torch.float64).expand(len(self.ids), 2)
+        decay = torch.tensor([-0.1, -0.0001], dtype=torch.float64).expand(len(self.ids), 2)
         return [
             LayerStates(
                 layer=layer,
