@@ -149,6 +149,7 @@ _MUST_SHOW = {
     "second_fp32": "exactly 0",
     "other_ring_len": "rounding level: the noise floor",
     "fault": "far above the floor",
+    "refresh": "as much as its policy, unless errors accumulate",
 }
 
 
