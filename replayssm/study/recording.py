@@ -35,7 +35,8 @@ class Stretch:
         if len(scored) < width:
             logits, targets = logits[:, :, scored], targets[:, scored]
         reference, candidates = logits[0].flatten(0, 1), logits[1:].flatten(1, 2)
-        tokens = targets.reshape(-1).to(reference.device)
+        # A copy: the engine may use the same memory for its next window.
+        tokens = targets.reshape(-1).to(reference.device, copy=True)
         drift = window_drift(reference, candidates, tokens)
         self._parts.append(([first + i for i in scored], drift, tokens, saturated))
 

@@ -15,6 +15,7 @@ nor on the interruption. positions.parquet is written last: where it is, everyth
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -238,30 +239,46 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
     _write_provenance(spec, subject, engine, folder)
 
     chunk = max(1, chunk_tokens // spec.window) * spec.window
-    labels = [arm.label for arm in spec.arms()]
+    labels, measured_at = [arm.label for arm in spec.arms()], set(spec.state_positions)
     saving, saved_at = 0.0, time.monotonic()
     stretch = Stretch(spec, prompts, position)
-    for logits, targets in _windows(spec, engine, text, position):
-        saturated = sum(engine.saturated(layer) for layer in engine.layers)[1:]
-        stretch.add(logits, targets, saturated)
-        bar.update(stretch.stop - position)
-        position = stretch.stop
-        if position in spec.state_positions:
-            measured = engine.measure_states()
-            tables = state_tables(measured, prompts=prompts, position=position, arms=labels)
-            for prompt, table in zip(prompts, tables, strict=True):
-                folder.write_states(prompt, position, table)
-        if stretch.scored and (position - stretch.start >= chunk or position == spec.tokens):
-            for prompt, columns in zip(prompts, stretch.columns(), strict=True):
-                table = records_table(columns, labels)
-                folder.write_shard(prompt, stretch.start, position, table)
+    # Packing and writing a stretch takes as long as dozens of windows: done beside them.
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        written = writer.submit(lambda: None)
+        for logits, targets in _windows(spec, engine, text, position):
+            saturated = sum(engine.saturated(layer) for layer in engine.layers)[1:]
+            stretch.add(logits, targets, saturated)
+            bar.update(stretch.stop - position)
+            position = stretch.stop
+            if position in measured_at:
+                measured = engine.measure_states()
+                tables = state_tables(measured, prompts=prompts, position=position, arms=labels)
+                for prompt, table in zip(prompts, tables, strict=True):
+                    folder.write_states(prompt, position, table)
+            last = position == spec.tokens
+            if not stretch.scored or (position - stretch.start < chunk and not last):
+                continue
+            columns = stretch.columns()
+            written.result()
+            written = writer.submit(
+                _write_stretch, folder, prompts, (stretch.start, position), columns, labels
+            )
             stretch = Stretch(spec, prompts, position)
             now = time.monotonic()
-            if position < spec.tokens and saving <= _LARGEST_SAVING_SHARE * (now - saved_at):
+            if not last and saving <= _LARGEST_SAVING_SHARE * (now - saved_at):
+                written.result()  # a state may not be ahead of the records
                 with atomic_path(state_path) as temporary:
                     torch.save({"engine": engine.engine_state(), "position": position}, temporary)
                 saving, saved_at = time.monotonic() - now, time.monotonic()
+        written.result()
     assert position == spec.tokens, f"the engine stopped at {position} of {spec.tokens} tokens"
+
+
+def _write_stretch(
+    folder: RunFolder, prompts: range, span: tuple[int, int], columns: list[dict], arms: list[str]
+) -> None:
+    for prompt, mine in zip(prompts, columns, strict=True):
+        folder.write_shard(prompt, *span, records_table(mine, arms))
 
 
 def _generate(spec: StudySpec, subject: Subject, tokens: np.ndarray, folder: RunFolder) -> None:
