@@ -33,6 +33,11 @@ PLAIN = {
     "gated_delta": dict(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
     "kimi_delta": dict(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
 }
+# Small enough for Triton's interpreter, which takes milliseconds a program.
+TINY = {
+    "mamba2": dict(num_heads=2, head_dim=16, n_groups=1, d_state=32),
+    "gated_delta": dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
+}
 
 
 def make_inputs(recurrence, geometry, batch, tokens, *, seed=0, dtype=torch.float32, ring=None):
@@ -129,7 +134,8 @@ def make_cache(update, batch, *, state=None, sequence=None, seed=5, dtype=torch.
     """A cache after hand-over of `state` (zero if None), rows numbered 0 .. batch-1."""
     sequence = list(range(batch)) if sequence is None else sequence
     cache = update.new_cache(batch, sequence=sequence, seed=seed, dtype=dtype)
-    update.load(cache, random_state(update, batch) if state is None else state)
+    state = random_state(update, batch) if state is None else state
+    update.load(cache, state.to(update.device))
     return cache
 
 
