@@ -107,6 +107,12 @@ def _leading_bits(x):
 
 
 @triton.jit
+def _leading_bits(x):
+    """x with its significand cut to the eight bits of BF16."""
+    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
 

@@ -37,7 +37,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 from replayssm.ops.quantize.layout import reads_words, stored
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
-from replayssm.ops.quantize.tiles import load_tile, matvec_in_memory
+from replayssm.ops.quantize.tiles import load_codes, load_vector_for, times_vector, values_of
 from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
@@ -56,10 +56,6 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
     row = tl.program_id(1)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    pos = tl.load(cursors.pos + slot).to(tl.int32)
     group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
         tl.program_id(0), H, P, G, HEADS, BP
     )
@@ -68,27 +64,33 @@ def decode_kernel(
     state_row = head_of * P + p
     n = tl.arange(0, WIDTH)
 
-    # All loads come before the first reduction, which brings a barrier.
+    # Loads come first, those that need no cursor before those that do: what they wait for is what
+    # a program's time goes to.
     group_n = group * N + n
     C = tl.load(tokens.C + row * tokens.C_row + group_n, mask=n < N, other=0).to(tl.float32)
+    C_read = load_vector_for(tokens.C + row * tokens.C_row + group * N, N, WIDTH, READ)
     B_new = tl.load(tokens.B + row * tokens.B_row + group_n, mask=n < N, other=0)
     x_given = tl.load(tokens.x + row * tokens.x_row + state_row, mask=in_tile, other=0)
     dt_new = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
     rate = tl.load(A + head, mask=in_heads, other=0.0)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    loaded = load_codes(read, slot, state_row, in_rows, P, N, WIDTH, READ)
     ring_B = ring.B + slot * ring.B_slot + group * L * N
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
     ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
     B = load_past(ring_B + n, N, n < N, pos, BL, RING)  # [BL, WIDTH]
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
     x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
-    # One pass over the state: as a tile that a flush can reuse, or eight codes at a time.
+    # The state is read once, as a tile that a flush can reuse where that costs an output nothing.
     REUSE: tl.constexpr = FLUSH and not reads_words(READ, N)
     if REUSE:
-        state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+        state = values_of(loaded, N, WIDTH, READ)
         y = tl.sum(state * C[None, :], 1)
     else:
-        C_at = tokens.C + row * tokens.C_row + group * N
-        y = matvec_in_memory(read, slot, state_row, in_rows, C_at, P, N, WIDTH, READ)
+        y = times_vector(loaded, C_read, N, WIDTH, READ)
 
     B_new, x_new = as_recorded(B_new, RING), as_recorded(x_given, RING)
     log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
@@ -118,7 +120,7 @@ def decode_kernel(
     if FLUSH:
         if full:
             if not REUSE:
-                state = load_tile(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+                state = values_of(loaded, N, WIDTH, READ)
             state = fold(state, x, B, dt, log_decay, now, PRECISION)
             x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
             state += x_weighted[:, None] * B_new[None, :]

@@ -104,7 +104,8 @@ def reads_words(storage: Storage, cols: int) -> bool:
 
 @triton.constexpr_function
 def block_size(storage: Storage) -> int:
-    return storage.format.block_size
+    """Columns that share a scale; 16 where none do."""
+    return storage.format.block_size if isinstance(storage.format, BlockFormat) else 16
 
 
 @triton.jit

@@ -87,3 +87,24 @@ def pack_pairs(code):
     C: tl.constexpr = code.shape[1]
     low, high = tl.split(tl.reshape(code, [R, C // 2, 2]))
     return low | (high << 4)
+
+
+@triton.jit
+def round_to_e2m1_pairs(x):
+    """Bytes [R, C] of the E2M1 codes of FP32 x [R, 2 * C], |x| < 7, to nearest, ties to even.
+
+    Adding 2^22 times the binade rounds to steps of half a binade and leaves their number in the
+    lowest bits; two codes more for each binade above the first make it the code. The two that come
+    with the exponent's pattern, 254 + 2 e, complete it to 256. Shifts and masks run at half the
+    rate of additions and products: signs join in pairs.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1] // 2
+    bits = x.to(tl.int32, bitcast=True)
+    binade = tl.maximum(bits & 0x7F800000, 0x3F800000)
+    t = tl.abs(x) + binade.to(tl.float32, bitcast=True) * (2.0**22 + 1.0)
+    t = t.to(tl.int32, bitcast=True) + (binade >> 22)
+    low, high = tl.split(tl.reshape(t, [R, C, 2]))
+    sign_low, sign_high = tl.split(tl.reshape(bits, [R, C, 2]))
+    signs = ((sign_low >> 28) & 0x08) | ((sign_high >> 24) & 0x80)
+    return (((low + (high << 4)) & 0x77) | signs).to(tl.uint8)

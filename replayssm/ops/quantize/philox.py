@@ -49,12 +49,11 @@ def random_bits(
     if COLS % PER_GROUP == 0:
         group = element // PER_GROUP + tl.arange(0, WIDTH // PER_GROUP)[None, :]
         w0, w1, w2, w3 = philox4x32(flush, sequence, head, group.to(tl.uint32), k0, k1, ROUNDS)
+        # [R, groups, 2, 2]: the four words of a group in order along the last two axes.
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3))
         if BITS <= 16:
-            low = _interleave(w0 & 0xFFFF, w1 & 0xFFFF, w2 & 0xFFFF, w3 & 0xFFFF)
-            high = _interleave(w0 >> 16, w1 >> 16, w2 >> 16, w3 >> 16)
-            bits = tl.reshape(tl.join(low, high), [R, WIDTH])
-        else:
-            bits = tl.reshape(_interleave(w0, w1, w2, w3), [R, WIDTH])
+            bits = tl.join(bits.to(tl.uint16), (bits >> 16).to(tl.uint16))
+        bits = tl.reshape(bits, [R, WIDTH]).to(tl.uint32)
     else:
         # A group crosses rows: every element calls for itself and keeps its own share.
         element += tl.arange(0, WIDTH)[None, :]
@@ -66,9 +65,3 @@ def random_bits(
         if BITS <= 16:
             bits = tl.where(share % 2 == 1, bits >> 16, bits)
     return bits & ((1 << BITS) - 1)
-
-
-@triton.jit
-def _interleave(w0, w1, w2, w3):
-    """[..., 2, 2] with the four words of a group in order along the last two axes."""
-    return tl.join(tl.join(w0, w2), tl.join(w1, w3))

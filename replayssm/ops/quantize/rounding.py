@@ -62,14 +62,14 @@ def round_to_format(
         else:
             v = _round_magnitude(v, random, FORMAT, ROUNDING)
         over = v > MAX
-        if fact(FORMAT, "has_nan"):
-            BEYOND: tl.constexpr = beyond_bits(FORMAT)
-            over = over & (magnitude < 0x7F800000)
-            v = tl.where(over, MAX if SATURATE else BEYOND, v)
-            v = tl.where(magnitude == 0x7F800000, BEYOND, v)
-            v = tl.where(magnitude > 0x7F800000, 0x7FC00000, v)
+        if not SATURATE:
+            v = tl.where(over, beyond_bits(FORMAT), v)
         else:
             v = tl.minimum(v, MAX)
+        if fact(FORMAT, "has_nan"):
+            over = over & (magnitude < 0x7F800000)
+            v = tl.where(magnitude == 0x7F800000, beyond_bits(FORMAT), v)
+            v = tl.where(magnitude > 0x7F800000, 0x7FC00000, v)
         return (v | (bits & -0x80000000)).to(tl.float32, bitcast=True), over
 
 
@@ -84,15 +84,21 @@ def _round_magnitude(v, random, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
         c = (binade + ((23 - M) << 23)).to(tl.float32, bitcast=True)
         return ((value + c) - c).to(tl.int32, bitcast=True)
     BITS: tl.constexpr = random_bit_count(ROUNDING)
-    to_fixed_point = (((254 + M + BITS) - (binade >> 23)) << 23).to(tl.float32, bitcast=True)
-    if M + 1 + BITS <= 30:
-        t = (value * to_fixed_point).to(tl.int32)
+    UP: tl.constexpr = M + BITS - 23  # bits from a significand's last one to the last random one
+    if UP <= 6:
+        # Whole numbers all the way: conversions run at a fraction of the rate of shifts.
+        below = tl.minimum((binade >> 23) - (v >> 23), 31 + min(UP, 0))
+        t = (v & 0x7FFFFF) | 0x800000
+        t = (t << UP) >> below if UP >= 0 else t >> (below - UP)
+        if BITS > 0:
+            t = (t + random.to(tl.int32)) >> BITS
+        whole = (t | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
-        t = (value * to_fixed_point).to(tl.int64)
-    if BITS > 0:
-        t = (t + random.to(t.dtype)) >> BITS
+        to_fixed_point = (((254 + M + BITS) - (binade >> 23)) << 23).to(tl.float32, bitcast=True)
+        t = ((value * to_fixed_point).to(tl.int64) + random.to(tl.int64)) >> BITS
+        whole = t.to(tl.float32)
     ulp = (binade - (M << 23)).to(tl.float32, bitcast=True)
-    return (t.to(tl.float32) * ulp).to(tl.int32, bitcast=True)
+    return (whole * ulp).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -33,6 +33,12 @@ def halvings(fmt: BlockFormat) -> int:
     return fmt.block_size.bit_length() - 1
 
 
+@triton.constexpr_function
+def without_fma() -> bool:
+    """Whether `tl.fma` rounds twice: Triton's interpreter has no fused one before 3.9."""
+    return triton.knobs.runtime.interpret
+
+
 @triton.jit
 def magnitude_bits(x):
     """Patterns of |x|."""
@@ -84,7 +90,7 @@ def _rounded_block_scale(amax, scale, TOP: tl.constexpr, FORMAT: tl.constexpr):
     """The E4M3 block scale under which the amax becomes TOP."""
     value = amax.to(tl.float32, bitcast=True)
     if is_encode(FORMAT):
-        s = tl.div_rn(value * scale, TOP)
+        s = minus_quotient(value * -scale, tl.full([1, 1], TOP, tl.float32))
     else:
         s = tl.div_rn(tl.div_rn(value, TOP), scale)
     s = tl.where(s == 0.0, fact(FORMAT, "zero_block_scale"), s)
@@ -116,13 +122,40 @@ def _error(blocks, s, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def to_codes(blocks, s, scale, FORMAT: tl.constexpr):
-    """Values [R, NB, size] in units of the code grid; +0 in a block whose scale is 0."""
+    """Values [R, NB, size] in units of the code grid; below its smallest step in a block whose
+    scale is 0."""
     if is_encode(FORMAT):
-        numerator, step = blocks * scale[:, :, None], s
+        step = tl.where(s == 0.0, 1.0, s)[:, :, None]
+        return minus_quotient(blocks * -scale[:, :, None], step)
     else:
-        numerator, step = blocks, s * scale
-    vanished = (step == 0.0)[:, :, None]
-    return tl.where(vanished, 0.0, tl.div_rn(numerator, tl.where(vanished, 1.0, step[:, :, None])))
+        step = s * scale
+        vanished = (step == 0.0)[:, :, None]
+        quotient = tl.div_rn(blocks, tl.where(vanished, 1.0, step[:, :, None]))
+        return tl.where(vanished, 0.0, quotient)
+
+
+@triton.jit
+def minus_quotient(x, d):
+    """-(x / d) as IEEE rounds x / d, for d in [2^-9, 448] on the grid of E4M3 or 6.
+
+    The first quotient, by the correctly rounded reciprocal, is off by at most one unit in the last
+    place; its excess is exact and corrects it (Markstein's theorem). Where x is so small that the
+    excess is not exact, the quotient is below 2^-80. Zeros come out with the sign of -x.
+    """
+    if without_fma():
+        return tl.div_rn(x, -d)
+    else:
+        inverse = -_reciprocal(d)
+        quotient = x * inverse
+        excess = tl.fma(quotient, d, x)
+        return tl.fma(excess, inverse, quotient)
+
+
+@triton.jit
+def _reciprocal(d):
+    """1 / d to nearest, for d as in `minus_quotient`, from an approximation of a few ulp."""
+    guess = 1.0 / d
+    return tl.fma(tl.fma(-d, guess, 1.0), guess, guess)
 
 
 @triton.jit

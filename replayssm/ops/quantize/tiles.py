@@ -31,10 +31,16 @@ from replayssm.ops.quantize.packing import (
     e2m1_scaled,
     encode_elements,
     pack_pairs,
+    round_to_e2m1_pairs,
     unpack_pairs,
 )
 from replayssm.ops.quantize.philox import random_bits
-from replayssm.ops.quantize.rounding import fact, random_bit_count, round_to_format
+from replayssm.ops.quantize.rounding import (
+    fact,
+    float_bits,
+    random_bit_count,
+    round_to_format,
+)
 from replayssm.ops.quantize.scaling import (
     block_scale,
     from_codes,
@@ -49,6 +55,132 @@ from replayssm.ops.quantize.scaling import (
 
 
 @triton.jit
+def load_codes(
+    stored,
+    slot,
+    row,
+    in_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr,
+):
+    """Everything stored of the tile, as it lies: (codes, block scales, scales of rows or matrices).
+
+    Codes are [R, WIDTH], packed ones bytes [R, WIDTH / 2] or, where `reads_words`, int32
+    [R, WIDTH / 8]. What a storage lacks repeats the codes. For kernels that load before they know
+    what else they need; `values_of`, `unscaled_of`, `factor_of` and `times_vector` take the tuple.
+    """
+    data = stored.data + slot * stored.data_slot
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    if reads_words(STORAGE, COLS):
+        codes = load_matrix(data.to(tl.pointer_type(tl.int32)), row, in_rows, COLS // 8, WIDTH // 8)
+    elif is_packed(STORAGE):
+        codes = load_matrix(data, row, in_rows, (COLS + 1) // 2, WIDTH // 2)
+    else:
+        codes = load_matrix(data, row, in_rows, COLS, WIDTH)
+    block, whole = codes, codes
+    if SCALES == "mx" or SCALES == "nvfp4":
+        SIZE: tl.constexpr = block_size(STORAGE)
+        base = stored.scale + slot * stored.scale_slot
+        block = load_matrix(base, row, in_rows, (COLS + SIZE - 1) // SIZE, WIDTH // SIZE)
+    if SCALES == "row":
+        whole = load_vector(stored.scale + slot * stored.scale_slot, row, in_rows, 1.0)
+    elif SCALES == "nvfp4":
+        base = stored.tensor_scale + slot * stored.tensor_scale_slot
+        whole = load_vector(base, row // ROWS, in_rows, 1.0)
+    return codes, block, whole
+
+
+@triton.jit
+def _elements(loaded, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """FP32 values of the codes [R, WIDTH], scales left out."""
+    codes = loaded[0]
+    if reads_words(STORAGE, COLS):
+        R: tl.constexpr = codes.shape[0]
+        shift = tl.arange(0, 8)[None, None, :] * 4
+        codes = tl.reshape((codes[:, :, None] >> shift) & 15, [R, WIDTH])
+    elif is_packed(STORAGE):
+        codes = unpack_pairs(codes)
+    return decode_elements(codes, element_of(STORAGE), scales_of(STORAGE) != "none")
+
+
+@triton.jit
+def values_of(loaded, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """FP32 [R, WIDTH], the values to the last bit; 0 outside."""
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    x = _elements(loaded, COLS, WIDTH, STORAGE)
+    if SCALES == "none":
+        return x
+    elif SCALES == "row":
+        return x * loaded[2][:, None]
+    else:
+        R: tl.constexpr = x.shape[0]
+        SIZE: tl.constexpr = block_size(STORAGE)
+        blocks = tl.reshape(x, [R, WIDTH // SIZE, SIZE])
+        s = _decode_block_scale(loaded[1], STORAGE)
+        if SCALES == "mx":
+            blocks = blocks * s[:, :, None]
+        else:
+            blocks = from_codes(blocks, s, loaded[2][:, None], fact(STORAGE, "format"))
+        return tl.reshape(blocks, [R, WIDTH])
+
+
+@triton.jit
+def unscaled_of(loaded, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """FP32 [R, WIDTH] that becomes the values when rows are multiplied by `factor_of`.
+
+    For products over columns: a scale that a whole row shares is applied to the R results.
+    """
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    x = _elements(loaded, COLS, WIDTH, STORAGE)
+    if SCALES == "none" or SCALES == "row":
+        return x
+    else:
+        R: tl.constexpr = x.shape[0]
+        SIZE: tl.constexpr = block_size(STORAGE)
+        s = _decode_block_scale(loaded[1], STORAGE)
+        blocks = tl.reshape(x, [R, WIDTH // SIZE, SIZE]) * s[:, :, None]
+        return tl.reshape(blocks, [R, WIDTH])
+
+
+@triton.jit
+def factor_of(loaded, STORAGE: tl.constexpr):
+    """[R] FP32: what `unscaled_of` left out of each row."""
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    if SCALES == "row":
+        return loaded[2]
+    elif SCALES == "nvfp4":
+        return 1.0 / loaded[2] if is_encode(fact(STORAGE, "format")) else loaded[2]
+    else:
+        return tl.full([loaded[0].shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def load_vector_for(base, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """COLS elements of any float dtype at `base`, FP32, as `times_vector` takes them."""
+    if reads_words(STORAGE, COLS):
+        return load_eighths(base, COLS, WIDTH // 8)
+    else:
+        column = tl.arange(0, WIDTH)
+        return tl.load(base + column, mask=column < COLS, other=0).to(tl.float32)
+
+
+@triton.jit
+def times_vector(loaded, vector, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """Product [R] of the tile with a vector from `load_vector_for`."""
+    if reads_words(STORAGE, COLS):
+        result = _words_times_vector(loaded[0], _decode_block_scale(loaded[1], STORAGE), vector)
+    else:
+        x = unscaled_of(loaded, COLS, WIDTH, STORAGE)
+        result = tl.sum(x * vector[None, :], 1)
+    if scales_of(STORAGE) == "none" or scales_of(STORAGE) == "mx":
+        return result
+    else:
+        return result * factor_of(loaded, STORAGE)
+
+
+@triton.jit
 def load_tile(
     stored,
     slot,
@@ -59,24 +191,9 @@ def load_tile(
     WIDTH: tl.constexpr,
     STORAGE: tl.constexpr,
 ):
-    """FP32 [R, WIDTH], the values to the last bit; 0 outside."""
-    x = _load_elements(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-    SCALES: tl.constexpr = scales_of(STORAGE)
-    if SCALES == "none":
-        return x
-    elif SCALES == "row":
-        return x * _load_row_scale(stored, slot, row, in_rows)[:, None]
-    else:
-        R: tl.constexpr = row.shape[0]
-        SIZE: tl.constexpr = block_size(STORAGE)
-        blocks = tl.reshape(x, [R, WIDTH // SIZE, SIZE])
-        s = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        if SCALES == "mx":
-            blocks = blocks * s[:, :, None]
-        else:
-            per_matrix = _load_tensor_scale(stored, slot, row, in_rows, ROWS)[:, None]
-            blocks = from_codes(blocks, s, per_matrix, fact(STORAGE, "format"))
-        return tl.reshape(blocks, [R, WIDTH])
+    """`values_of` the tile."""
+    loaded = load_codes(stored, slot, row, in_rows, ROWS, COLS, WIDTH, STORAGE)
+    return values_of(loaded, COLS, WIDTH, STORAGE)
 
 
 @triton.jit
@@ -141,37 +258,6 @@ def matvec(
     with_a = _words_times_vector(words, scale, a)
     with_b = _words_times_vector(words, scale, b)
     return with_a * factor, with_b * factor
-
-
-@triton.jit
-def matvec_in_memory(
-    stored,
-    slot,
-    row,
-    in_rows,
-    a,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STORAGE: tl.constexpr,
-):
-    """`matvec` with one vector, COLS elements of any float dtype at pointer a: [R].
-
-    Loads what eight codes at a time need of it as they need it, instead of moving it between
-    threads.
-    """
-    if reads_words(STORAGE, COLS):
-        words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
-        scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        parts = load_eighths(a, COLS, WIDTH // 8)
-        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
-        return _words_times_vector(words, scale, parts) * factor
-    else:
-        column = tl.arange(0, WIDTH)
-        v = tl.load(a + column, mask=column < COLS, other=0).to(tl.float32)
-        x = load_unscaled(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-        factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
-        return tl.sum(x * v[None, :], 1) * factor
 
 
 @triton.jit
@@ -300,8 +386,19 @@ def store_tile(
     ELEMENT: tl.constexpr = element_of(STORAGE)
     ROUNDING: tl.constexpr = fact(STORAGE, "rounding")
     SCALES: tl.constexpr = scales_of(STORAGE)
+    SIZE: tl.constexpr = block_size(STORAGE)
+    BLOCKS: tl.constexpr = WIDTH // SIZE
     magnitude = magnitude_bits(x)
-    not_finite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
+    amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
+    peak = tl.max(amax)
+    over = peak * 0
+    not_finite = over
+    if peak >= 0x7F800000:
+        not_finite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
+    # Counting takes a pass over the tile: only where a maximum says that there is something.
+    may_overflow = peak > 0
+    if SCALES == "none":
+        may_overflow = peak > float_bits(fact(ELEMENT, "max_value"))
     random = None
     if random_bit_count(ROUNDING) > 0:
         random = random_bits(
@@ -313,10 +410,7 @@ def store_tile(
         tl.store(stored.scale + slot * stored.scale_slot + row, scale, mask=in_rows)
         x = tl.div_rn(x, scale[:, None])
     elif SCALES != "none":
-        SIZE: tl.constexpr = block_size(STORAGE)
-        BLOCKS: tl.constexpr = WIDTH // SIZE
         blocks = tl.reshape(x, [R, BLOCKS, SIZE])
-        amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
         if SCALES == "mx":
             code = mx_scale_code(amax, FORMAT)
             blocks = blocks * power_of_two(254 - code)[:, :, None]
@@ -332,16 +426,36 @@ def store_tile(
             tl.store(base + row // ROWS, per_row, mask=first)
             s = block_scale(blocks, amax, per_row[:, None], FORMAT)
             blocks = to_codes(blocks, s, per_row[:, None], FORMAT)
+            highest = amax.to(tl.float32, bitcast=True)[:, :, None]
+            highest = magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT))
+            may_overflow = tl.max(highest) > float_bits(6.0)
             code = encode_elements(s, fact(FORMAT, "scale_format"))
         base = stored.scale + slot * stored.scale_slot
         store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
         x = tl.reshape(blocks, [R, WIDTH])
 
-    x, over = round_to_format(x, random, ELEMENT, ROUNDING, fact(STORAGE, "saturate"))
-    codes = encode_elements(x, ELEMENT)
     data = stored.data + slot * stored.data_slot
+    NEAREST_E2M1: tl.constexpr = is_packed(STORAGE) and fact(ROUNDING, "mode") == "nearest_even"
+    if may_overflow:
+        rounded, overflows = round_to_format(
+            x, random, ELEMENT, ROUNDING, fact(STORAGE, "saturate")
+        )
+        over = tl.sum(overflows.to(tl.int32))
+        if NEAREST_E2M1:
+            x = rounded
+    if NEAREST_E2M1:
+        packed = round_to_e2m1_pairs(x)
+    else:
+        x, _ = round_to_format(x, random, ELEMENT, ROUNDING, fact(STORAGE, "saturate"))
+        codes = encode_elements(x, ELEMENT)
     if is_packed(STORAGE):
-        store_matrix(data, row, in_rows, pack_pairs(codes), (COLS + 1) // 2, WIDTH // 2)
+        if not NEAREST_E2M1:
+            packed = pack_pairs(codes)
+        if SCALES == "nvfp4":  # a block whose scale is 0 has codes of +0
+            pairs = tl.reshape(packed, [R, BLOCKS, SIZE // 2])
+            pairs = tl.where((s == 0.0)[:, :, None], 0, pairs)
+            packed = tl.reshape(pairs, [R, WIDTH // 2])
+        store_matrix(data, row, in_rows, packed, (COLS + 1) // 2, WIDTH // 2)
     else:
         store_matrix(data, row, in_rows, codes, COLS, WIDTH)
-    return tl.sum(over.to(tl.int32)), not_finite
+    return over, not_finite
