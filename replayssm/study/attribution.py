@@ -213,3 +213,46 @@ def _estimate(name: str, value) -> dict:
         return {name: None, f"{name}_low": None, f"{name}_high": None}
     low, high = interval(value[1])
     return {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
+
+
+# -- reading summaries ----------------------------------------------------------------------------
+def decomposition_rows(summary: Mapping) -> list[dict]:
+    """Checkpoint x read copy: for each policy A+B of the run that also has A and fp32+B (same L).
+
+    KL adds up if the two errors act independently, so the interaction shows how much they do not.
+    """
+    rows = []
+    for row in summary.get("attribution", []):
+        parts = {axis["axis"]: axis for axis in row["axes"]}
+        if set(parts) - {"rounding", "ring length"} != {"checkpoint", "read copy"}:
+            continue
+        checkpoint, read_copy = parts["checkpoint"], parts["read copy"]
+        rows.append(
+            {
+                "policy": row["policy"],
+                "checkpoint": checkpoint["choice"],
+                "read_copy": read_copy["choice"],
+                "ring_len": row["ring_len"],
+                "kl_checkpoint": checkpoint["alone_kl"],
+                "kl_read_copy": read_copy["alone_kl"],
+                "kl_both": row["kl"],
+                "kl_interaction": row["interaction"],
+                "kl_interaction_low": row["interaction_low"],
+                "kl_interaction_high": row["interaction_high"],
+            }
+        )
+    return rows
+
+
+def attribution_rows(summary: Mapping) -> list[tuple[dict, list[dict]]]:
+    """(policy's row, its measured axes) where the run measured more than the 2 x 2 shows."""
+    rows = []
+    for row in summary.get("attribution", []):
+        measured = [
+            axis
+            for axis in row["axes"]
+            if axis["alone_kl"] is not None or axis["removed_kl"] is not None
+        ]
+        if len(measured) > 2:
+            rows.append((row, measured))
+    return rows

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: E402
 
 from replayssm.study import tables  # noqa: E402
+from replayssm.study.attribution import decomposition_rows  # noqa: E402
 from replayssm.study.store import RunRecord  # noqa: E402
 
 # Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line
@@ -301,7 +302,7 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
     """The 2 x 2 of each policy A+B: what the checkpoint does, what the read copy does, both
     together.
     """
-    rows = tables.decomposition_rows(record)
+    rows = decomposition_rows(record.summary)
     if not rows:
         return None
     note = (

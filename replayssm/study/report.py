@@ -66,7 +66,11 @@ def _names(records: list[RunRecord]) -> dict[str, str]:
 
 
 def outputs(records: list[RunRecord]) -> dict[str, tuple[list[RunRecord], bytes]]:
-    """Relative path -> (runs it shows, content) of every table and figure of `records`."""
+    """Relative path -> (runs it shows, content) of every table and figure of `records`.
+
+    In the order of names, not of the list: a run and a later redrawing write the same bytes.
+    """
+    records = sorted(records, key=lambda r: (r.experiment, r.model, r.run_id))
     files: dict[str, tuple[list[RunRecord], bytes]] = {}
     experiments = defaultdict(list)
     for record in records:

@@ -1,14 +1,16 @@
 """Tables of a study: the summary a person reads, and the CSV files a program reads.
 
-Owns wording, rounding and order of the tables. A pure function of `store.RunRecord`s; computes no
+Owns the main table, verdicts, footers and CSV columns; parts that only some studies have are in
+`table_sections`, sentences in `findings`. A pure function of `store.RunRecord`s; computes no
 statistics, reads no records and imports neither torch nor transformers.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 
+from replayssm.study.findings import findings
+from replayssm.study.formatting import csv_text, interval_text, markdown_table, number, percent
 from replayssm.study.store import RunRecord
+from replayssm.study.table_sections import sections
 
 COLUMNS = (
     "policy",
@@ -62,27 +64,6 @@ def recommended(record: RunRecord) -> dict | None:
     return min(safe, key=lambda arm: arm["bytes_per_token"], default=None)
 
 
-# -- formatting ------------------------------------------------------------------------------------
-def number(value: float | None, digits: int = 3) -> str:
-    """Short text for a statistic; missing values are a dash, never a zero."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if 1e-3 <= abs(value) < 1e5:
-        return f"{value:.{digits}g}"
-    return f"{value:.{digits - 1}e}"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
-
-
-def interval_text(row: dict, name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "–" if low is None else f"[{number(low)}, {number(high)}]"
-
-
 def _cells(arm: dict, verdict_text: str) -> list[str]:
     whole, quarter = arm["whole"], arm["last_quarter"]
     return [
@@ -100,57 +81,21 @@ def _cells(arm: dict, verdict_text: str) -> list[str]:
     ]
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table with aligned columns: reads well raw, in a terminal, and rendered."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells, fill=" "):
-        padded = [cell.ljust(width, fill) for cell, width in zip(cells, widths, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, rows)])
-
-
 def summary_markdown(record: RunRecord) -> str:
-    """One run: the policies best first, the controls, the 2 x 2, and what to know when reading
-    them.
+    """One run: the policies best first, what explains them, the controls, what the run says, and
+    what to know when reading it.
     """
     summary, limits = record.summary, record.document["display"]["limits"]
     parts = [
         f"## {record.model}, {summary['prompts']} prompts x {summary['tokens']:,} tokens",
         markdown_table(COLUMNS, [_cells(arm, verdict(arm, limits)) for arm in policies(record)]),
     ]
-    if decomposition := decomposition_rows(record):
-        parts += _decomposition_markdown(decomposition)
-    if attribution := attribution_rows(record):
-        parts += _attribution_markdown(attribution)
-    parts.append("Controls:")
-    parts.append(_controls_table(record))
+    parts += sections(record.summary)
+    if said := findings(record.summary):
+        parts.append("What this run says:")
+        parts.append("\n".join(f"- {sentence}" for sentence in said))
     parts.append("\n".join(_footer(record)))
     return "\n\n".join(parts) + "\n"
-
-
-def _controls_table(record: RunRecord) -> str:
-    rows = [
-        [
-            arm["label"],
-            number(arm["whole"]["kl_mean"]),
-            number(arm["whole"]["kl_max"]),
-            number(arm["ratio_to_floor"]),
-            _MUST_SHOW[arm["control"]],
-        ]
-        for arm in record.summary["arms"]
-        if arm["control"]
-    ]
-    return markdown_table(("control", "KL mean", "KL max", "x floor", "must show"), rows)
-
-
-_MUST_SHOW = {
-    "second_fp32": "exactly 0",
-    "other_ring_len": "rounding level: the noise floor",
-    "fault": "far above the floor",
-    "refresh": "as much as its policy, unless errors accumulate",
-}
 
 
 def _footer(record: RunRecord) -> list[str]:
@@ -191,128 +136,12 @@ def _footer(record: RunRecord) -> list[str]:
     return lines
 
 
-# -- attribution -----------------------------------------------------------------------------------
-def decomposition_rows(record: RunRecord) -> list[dict]:
-    """Checkpoint x read copy: for each policy A+B of the run that also has A and fp32+B (same L).
-
-    KL adds up if the two errors act independently, so the interaction shows how much they do not.
-    """
-    rows = []
-    for row in record.summary.get("attribution", []):
-        parts = {axis["axis"]: axis for axis in row["axes"]}
-        if set(parts) - {"rounding", "ring length"} != {"checkpoint", "read copy"}:
-            continue
-        checkpoint, read_copy = parts["checkpoint"], parts["read copy"]
-        rows.append(
-            {
-                "policy": row["policy"],
-                "checkpoint": checkpoint["choice"],
-                "read_copy": read_copy["choice"],
-                "ring_len": row["ring_len"],
-                "kl_checkpoint": checkpoint["alone_kl"],
-                "kl_read_copy": read_copy["alone_kl"],
-                "kl_both": row["kl"],
-                "kl_interaction": row["interaction"],
-                "kl_interaction_low": row["interaction_low"],
-                "kl_interaction_high": row["interaction_high"],
-            }
-        )
-    return rows
-
-
-def attribution_rows(record: RunRecord) -> list[tuple[dict, list[dict]]]:
-    """(policy's row, its measured axes) where the run measured more than the 2 x 2 shows."""
-    rows = []
-    for row in record.summary.get("attribution", []):
-        measured = [
-            axis
-            for axis in row["axes"]
-            if axis["alone_kl"] is not None or axis["removed_kl"] is not None
-        ]
-        if len(measured) > 2:
-            rows.append((row, measured))
-    return rows
-
-
-def _decomposition_markdown(rows: list[dict]) -> list[str]:
-    header = (
-        "checkpoint",
-        "read copy",
-        "checkpoint alone",
-        "read copy alone",
-        "both",
-        "interaction",
-        "95 % interval",
-    )
-    cells = [
-        [
-            row["checkpoint"],
-            row["read_copy"] + ("" if row["ring_len"] == 16 else f"@{row['ring_len']}"),
-            *(number(row[name]) for name in _DECOMPOSED),
-            interval_text(row, "kl_interaction"),
-        ]
-        for row in rows
-    ]
-    return [
-        "Checkpoint and read copy apart and together, mean KL over the last quarter "
-        "(interaction = both - checkpoint alone - read copy alone):",
-        markdown_table(header, cells),
-    ]
-
-
-_DECOMPOSED = ("kl_checkpoint", "kl_read_copy", "kl_both", "kl_interaction")
-
-
-def _attribution_markdown(rows: list[tuple[dict, list[dict]]]) -> list[str]:
-    header = (
-        *("policy", "axis", "choice", "alone", "share", "95 % interval"),
-        *("removed", "share", "95 % interval"),
-    )
-    cells = []
-    for row, measured in rows:
-        for axis in measured:
-            line = [row["policy"], axis["axis"], axis["choice"]]
-            for name in ("alone", "removed"):
-                line += [number(axis[f"{name}_kl"]), share(axis[f"{name}_share"])]
-                line.append(share_interval(axis, f"{name}_share"))
-            cells.append(line)
-        rest = ["", "left over", "interaction", number(row["interaction"])]
-        rest += [share(row["interaction_share"]), share_interval(row, "interaction_share")]
-        cells.append([*rest, "", "", ""])
-    return [
-        "Which choice causes how much, mean KL over the last quarter. Alone: FP32 with this choice "
-        "only. Removed: what the policy's KL falls by when this choice alone is taken back to "
-        "FP32. Shares are of the policy's KL; they add up only if the errors act independently: "
-        "left over = KL - sum of alone.",
-        markdown_table(header, cells),
-    ]
-
-
-def share(value: float | None) -> str:
-    """A share in whole percent; a missing one is a dash."""
-    return "–" if value is None else f"{100 * value:.0f} %"
-
-
-def share_interval(row: dict, name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "–" if low is None else f"[{share(low)}, {share(high)}]"
-
-
 # -- csv -------------------------------------------------------------------------------------------
 _ARM_COLUMNS = (
     "label", "kind", "control", "seed", "ring_len", "checkpoint", "read_copy",
     "bytes_per_state_element", "bytes_per_token", "ratio_to_floor", "ratio_to_floor_low",
     "ratio_to_floor_high", "slope", "slope_low", "slope_high", "growth", "effective_sample_size",
 )  # fmt: skip
-
-
-def csv_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """CSV with a header; None is an empty cell."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
-    return out.getvalue()
 
 
 def summary_csv(records: Sequence[RunRecord]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from fake_lockstep import FakeSubject
 
 from replayssm.study import figures, report, store, tables
+from replayssm.study.attribution import decomposition_rows
 from replayssm.study.config import from_mapping
 from replayssm.study.runner import run_study
 
@@ -57,7 +58,7 @@ def test_policies_come_best_first_and_controls_apart(results):
     labels = [arm["label"] for arm in tables.policies(record)]
     assert labels[:3] == ["fp32", "fp16-sr", "fp8"]
     text = tables.summary_markdown(record)
-    assert "fault" not in text.split("Controls:")[0]
+    assert "fault" not in text.split("Checkpoint and read copy")[0]
     assert "within these documents" in text and record.run_id in text
 
 
@@ -111,7 +112,7 @@ def test_csv_has_a_row_per_run_and_arm_and_names_every_reducer(results):
 
 
 def test_decomposition_adds_up(results):
-    (row,) = tables.decomposition_rows(records(results)[0])
+    (row,) = decomposition_rows(records(results)[0].summary)
     assert (row["checkpoint"], row["read_copy"]) == ("fp16-sr", "nvfp4")
     assert row["kl_interaction"] == pytest.approx(
         row["kl_both"] - row["kl_checkpoint"] - row["kl_read_copy"]
