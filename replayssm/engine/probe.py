@@ -4,9 +4,10 @@ Owns what is read from caches at a chosen position, and the running sums over ga
 not know how errors are stored or what theory says of them. Reads only; a run with a probe computes
 the same numbers as one without.
 
-Between measurements a window costs a few operations on [prompts, heads of all layers] numbers.
-Layer outputs are held by reference, not copied; when a window is replayed from a captured graph,
-the held tensors are the graph's own and hold the newest window.
+Between measurements a window costs one copy of each layer's outputs and a few operations on
+[prompts, heads of all layers] numbers. The copies go to memory that stays where it is, so that they
+are part of a captured graph like everything else in a forward pass; whichever graph is replayed,
+they hold the newest window of that many tokens.
 
 Legend: A arms, P prompts, T tokens of a window, H heads of a layer, R x C one state matrix.
 """
@@ -61,22 +62,31 @@ class StateProbe:
     ):
         self._session, self._family = session, session.adapter.family
         self._prompts, self._schedules = prompts, list(schedules)
-        self._outputs: dict[int, Tensor] = {}
-        self._decays: dict[int, Tensor] = {}
-        self._tokens = 0
+        # By layer and tokens of a window; never replaced: graphs write to them.
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._decays: dict[tuple[int, int], Tensor] = {}
+        self._tokens = self._window = 0
         self._sums: dict[str, Tensor] = {}
         session.observer = self._observe
 
     def _observe(self, layer: int, inputs: Any, out: Tensor) -> None:
         reference = self._family.select_rows(inputs, slice(0, self._prompts))
-        self._decays[layer] = self._family.log_decay(reference)
-        self._outputs[layer] = out
+        key = (layer, out.shape[1])
+        for kept, new in (
+            (self._decays, self._family.log_decay(reference)),
+            (self._outputs, out[: len(self._schedules) * self._prompts]),
+        ):
+            if key in kept:
+                kept[key].copy_(new)
+            else:
+                kept[key] = new.clone()
 
     # -- gates -------------------------------------------------------------------------------------
-    def advance(self) -> None:
-        """Count the window that was just run."""
+    def advance(self, tokens: int) -> None:
+        """Count the window of `tokens` tokens that was just run."""
         layers = self._session.layer_indices
-        decays = torch.cat([self._decays[layer] for layer in layers], dim=-1).double()
+        decays = torch.cat([self._decays[layer, tokens] for layer in layers], dim=-1).double()
+        self._window = tokens
         if not self._sums:
             self._sums = self._empty(decays[:, 0])
         self._sums["log_decay"] += decays.sum(1)
@@ -116,10 +126,10 @@ class StateProbe:
     # -- states ------------------------------------------------------------------------------------
     def measure(self) -> list[LayerStates]:
         """Every recurrent layer, now; every ring must be empty. Waits for the device."""
-        assert self._tokens > 0, "nothing has been read yet"
+        assert self._window > 0, "nothing has been read yet"
         found, first = [], 0
         for layer in self._session.layer_indices:
-            heads = self._decays[layer].shape[-1]
+            heads = self._decays[layer, self._window].shape[-1]
             found.append(self._measure_layer(layer, slice(first, first + heads)))
             first += heads
         return found
@@ -129,7 +139,7 @@ class StateProbe:
         update, cache = pairs[0]
         exact = update.state(cache)  # [P, H, R, C]
         norm = _norm(exact)
-        outputs = self._outputs[layer][: len(pairs) * self._prompts]
+        outputs = self._outputs[layer, self._window]
         outputs = outputs.unflatten(0, (len(pairs), self._prompts))  # [A, P, T, H, R]
         output_norm = outputs[0].square().sum((1, 3)).sqrt()
         rows = []

@@ -20,7 +20,7 @@ Facts of both transformers versions, and what we make of them:
   `../lanes.py` expands a lane's own.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from replayssm.models.families.gated_delta import GatedDelta
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
@@ -40,3 +40,7 @@ class KimiDelta(GatedDelta):
             "head_v_dim": mixer.head_dim,
             "head_k_dim": mixer.head_dim,
         }
+
+    def log_decay(self, inputs: KimiDeltaInputs) -> Tensor:
+        """Mean over a head's key channels, each of which has a decay of its own."""
+        return inputs.g.mean(-1)
