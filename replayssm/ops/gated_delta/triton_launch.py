@@ -8,6 +8,7 @@ Legend: triton_tiles.py.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -92,12 +93,12 @@ class Launch:
         }
 
 
-# Value rows of a tile and warps, by kernel and bits of an element of what is read.
+# Value rows of a tile, value heads and warps, by kernel and bits of an element of what is read.
 _TABLE = {
-    "decode": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (128, 4)},
-    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
-    "flush": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
-    "window": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
+    "decode": {32: (64, 1, 4), 16: (128, 1, 4), 8: (64, 1, 4), 4: (128, 2, 4)},
+    "step": {32: (64, 1, 8), 16: (64, 1, 8), 8: (64, 1, 8), 4: (64, 1, 8)},
+    "flush": {32: (64, 1, 4), 16: (64, 1, 4), 8: (64, 1, 4), 4: (64, 1, 4)},
+    "window": {32: (64, 1, 4), 16: (64, 1, 4), 8: (64, 1, 4), 4: (64, 1, 4)},
 }
 _FEWEST_PROGRAMS = 256
 
@@ -110,12 +111,16 @@ def default_launch(
     whole = power_of_two(constants["V"])
     if kernel in ("step", "flush") and _scales_heads(policy):
         return Launch(block_v=whole, num_warps=8)
-    block_v, num_warps = _TABLE[kernel][bits]
+    block_v, heads, num_warps = _TABLE[kernel][bits]
     block_v = min(block_v, whole)
+    heads = math.gcd(heads, constants["HV"] // constants["HK"])
     # Few rows: smaller tiles, so that every multiprocessor has one.
-    while block_v > 16 and rows * constants["HV"] * (whole // block_v) < _FEWEST_PROGRAMS:
-        block_v //= 2
-    return Launch(block_v=block_v, num_warps=num_warps)
+    programs = rows * constants["HV"] * (whole // block_v) // heads
+    if programs < _FEWEST_PROGRAMS:
+        programs, heads = programs * heads, 1
+    while block_v > 16 and programs < _FEWEST_PROGRAMS:
+        programs, block_v = programs * 2, block_v // 2
+    return Launch(block_v=block_v, heads=heads, num_warps=num_warps)
 
 
 def _scales_heads(policy: PrecisionPolicy) -> bool:
