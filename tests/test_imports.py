@@ -17,7 +17,7 @@ LAYERS = (
     ("models",),
     ("engine",),
     ("study",),
-    ("cli_tasks", "cli_study"),
+    ("cli_bench", "cli_tasks", "cli_study"),
     ("cli",),
     ("__main__",),
 )
@@ -35,6 +35,7 @@ LIGHT = (
     *("study/tables.py", "study/figures.py", "study/stats.py", "study/store.py"),
     *("study/answers.py", "study/compare.py", "study/samples.py", "study/task_results.py"),
     *("study/task_tables.py", "study/task_figures.py", "study/task_report.py"),
+    *("study/bench_records.py", "study/bench_figures.py"),
     *("study/gate.py", "study/recommend.py"),
 )
 

@@ -1,0 +1,95 @@
+"""Times on a CUDA device: graph replays, copy bandwidth, clocks.
+
+Owns how a time is taken. Knows nothing of what it times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+FEWEST_REPLAYS = 5
+MOST_REPLAYS = 100
+_COPY_BYTES = 1 << 31
+_CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Microseconds of one launch: the median over replays, and the quartiles."""
+
+    us: float
+    low: float
+    high: float
+    replays: int
+
+
+def graph_time(
+    launches: Sequence[Callable[[], object]],
+    *,
+    reset: Callable[[], object] = lambda: None,
+    seconds: float = 0.1,
+) -> Timing:
+    """Times `launches`, captured into one CUDA graph, per launch.
+
+    The time includes the gaps between launches in a graph, as serving does. Replays are repeated
+    for about `seconds`, after one that is not counted, and timed one by one with events.
+
+    Args:
+        launches: each was called before, so that nothing compiles now; none may wait for the
+            device.
+        reset: called before every replay, not timed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+
+    def replay() -> float:
+        reset()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / len(launches)
+
+    replay()
+    first = replay()
+    fits = int(seconds / (1e-6 * first * len(launches)))
+    times = [replay() for _ in range(min(max(fits, FEWEST_REPLAYS), MOST_REPLAYS))]
+    low, median, high = statistics.quantiles(times, n=4)
+    return Timing(us=median, low=low, high=high, replays=len(times))
+
+
+def copy_bandwidth() -> float:
+    """GB/s (1e9 bytes, read plus written) of a copy inside the device's memory."""
+    free, _ = torch.cuda.mem_get_info()
+    count = min(_COPY_BYTES, free // 4)
+    source = torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = graph_time([lambda: target.copy_(source)] * 4)
+    return 2 * count / timing.us / 1e3
+
+
+def cache_bytes() -> int:
+    """Bytes of the device's second-level cache."""
+    return torch.cuda.get_device_properties(torch.device("cuda")).L2_cache_size
+
+
+def clocks() -> dict[str, str] | None:
+    """Clocks, temperature and power as nvidia-smi tells them now; None where it is missing."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    index = torch.cuda.current_device() if len(lines) > 1 else 0
+    if index >= len(lines):
+        return None
+    return dict(zip(_CLOCKS, (cell.strip() for cell in lines[index].split(",")), strict=False))
