@@ -79,9 +79,13 @@ class Bootstrap:
         rng = np.random.default_rng([self.seed, key, length])
         total = np.zeros((self.samples, arms))
         count = np.zeros((self.samples, arms))
+        # Gathering is all the work: where nothing is missing, every sample counts the same.
+        whole = bool(finite.all())
+        sources = [(clean, total)] if whole else [(clean, total), (finite, count)]
+        count += prompts * draws * block * whole
         for prompt in range(prompts):
             starts = rng.integers(length - block + 1, size=(self.samples, draws))
-            for source, into in ((clean, total), (finite, count)):
+            for source, into in sources:
                 running = np.concatenate(
                     [np.zeros((arms, 1)), np.cumsum(source[:, prompt], -1, dtype=np.float64)], -1
                 )

@@ -6,6 +6,8 @@ written before it. Reads and writes a `store.RunFolder`; imports neither torch n
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from replayssm.study import stats
 from replayssm.study.bootstrap import Bootstrap, interval
 from replayssm.study.generations import summarise_generations
@@ -75,7 +77,10 @@ def refresh_rows(positions: Positions, arms: Sequence[Mapping], about: Mapping) 
     where = positions.position
     inside = (where >= quarter["start"]) & (where < quarter["stop"])
     bootstrap = Bootstrap(positions.kl.shape[1], block=about["block_positions"] or 1)
-    samples = bootstrap.means(positions.kl[..., inside], quarter["start"])
+
+    def resampled(arm: int) -> np.ndarray:  # equal blocks for every arm: ratios are paired
+        return bootstrap.means(positions.kl[arm : arm + 1, :, inside], quarter["start"])[:, 0]
+
     rows = []
     for index, arm in refreshed:
         policy = next(
@@ -92,8 +97,9 @@ def refresh_rows(positions: Positions, arms: Sequence[Mapping], about: Mapping) 
         if policy is not None:
             theirs = arms[policy]["last_quarter"]["kl_mean"]
             row["kl_policy_mean"] = theirs
-            if mine and theirs is not None and (samples[:, index] > 0).all():
-                low, high = interval(samples[:, policy] / samples[:, index])
+            samples = resampled(index)
+            if mine and theirs is not None and (samples > 0).all():
+                low, high = interval(resampled(policy) / samples)
                 row |= {"ratio": theirs / mine, "ratio_low": low, "ratio_high": high}
         rows.append(row)
     return rows
