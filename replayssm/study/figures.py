@@ -1,10 +1,10 @@
-"""Figures of a study, drawn from summaries alone: KL against position, phase, bytes; intervals; 2 x
-2.
+"""Figures of KL, drawn from summaries alone: against position, phase and bytes; intervals; 2 x 2.
 
-Owns the look (one style for all figures, colour-blind safe and readable in black and white) and the
-only import of matplotlib. Pure functions of a `store.RunRecord`: no records are read, nothing is
-computed beyond what a summary holds, neither torch nor transformers is imported. Drawing unchanged
-data again gives the same bytes (fixed hash salt, fonts and metadata, no dates).
+Owns the look (one style for all figures, colour-blind safe and readable in black and white), which
+`state_figures` and `comparison_figures` use, too, and the only import of matplotlib. Pure functions
+of a `store.RunRecord`: no records are read, nothing is computed beyond what a summary holds,
+neither torch nor transformers is imported. Drawing unchanged data again gives the same bytes (fixed
+hash salt, fonts and metadata, no dates).
 """
 
 import io
@@ -29,7 +29,8 @@ from replayssm.study.store import RunRecord  # noqa: E402
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (4, 1, 1, 1, 1, 1)))
-_FLOOR = {"color": "#444444", "linestyle": (0, (6, 3)), "linewidth": 1.2}
+FLOOR = {"color": "#444444", "linestyle": (0, (6, 3)), "linewidth": 1.2}
+THEORY = {"linestyle": (0, (1, 1.2)), "linewidth": 1.0, "alpha": 0.9}
 _FAULT = {"color": "#444444", "linestyle": (0, (1, 2.5)), "linewidth": 1.2}
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -50,11 +51,11 @@ _STYLE = {
     "savefig.dpi": 150,
     "figure.dpi": 100,
 }
-_KL_LABEL = "KL(FP32 ‖ policy), nats per token (lower is better)"
+KL_LABEL = "KL(FP32 ‖ policy), nats per token (lower is better)"
 
 
 # -- style -----------------------------------------------------------------------------------------
-def _styles(record: RunRecord) -> dict[str, dict]:
+def line_styles(record: RunRecord) -> dict[str, dict]:
     """Label -> line style of every policy that can be drawn on a logarithmic axis."""
     labels = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
     return {
@@ -67,12 +68,12 @@ def _styles(record: RunRecord) -> dict[str, dict]:
     }
 
 
-def _drawable(record: RunRecord) -> list[dict]:
+def drawable(record: RunRecord) -> list[dict]:
     """Policies with a positive KL, worst first, so that a legend reads like the lines lie."""
     return [arm for arm in reversed(tables.policies(record)) if (arm["whole"]["kl_mean"] or 0) > 0]
 
 
-def _control(record: RunRecord, name: str) -> dict | None:
+def control_arm(record: RunRecord, name: str) -> dict | None:
     return next((arm for arm in record.summary["arms"] if arm["control"] == name), None)
 
 
@@ -93,15 +94,16 @@ def styled_figure(
             plt.close(figure)
 
 
-def _figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4)):
+def run_figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4), columns: int = 1):
+    """A styled figure whose caption names model, length, experiment and run."""
     caption = (
         f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} "
         f"tokens, experiment {record.experiment}, run {record.run_id}\n{note}"
     )
-    return styled_figure(title, caption, size)
+    return styled_figure(title, caption, size, columns)
 
 
-def _band(record: RunRecord) -> str:
+def band(record: RunRecord) -> str:
     about = record.summary["interval"]
     return f"{100 * about['confidence']:.0f} % interval {about['label']}"
 
@@ -136,28 +138,46 @@ def render(figure: Figure) -> dict[str, bytes]:
 def kl_by_position(record: RunRecord) -> dict[str, bytes] | None:
     """Mean KL in windows of growing width against token position, log-log; band = interval."""
     note = (
-        f"Mean KL in windows of whole rings; band: {_band(record)}. "
+        f"Mean KL in windows of whole rings; band: {band(record)}. "
         "Slope 0 is a plateau, 1 a random walk of the state error."
     )
-    with _figure(record, "Drift from FP32 along the text", note) as (figure, axes):
-        styles = _styles(record)
-        for arm in _drawable(record):
+    if any("theory" in arm for arm in record.summary["arms"]):
+        note += (
+            " Dotted, without markers: the theory's line from the gates seen, its height fitted."
+        )
+    with run_figure(record, "Drift from FP32 along the text", note) as (figure, axes):
+        styles = line_styles(record)
+        for arm in drawable(record):
             x, y, low, high = _curve(arm)
             axes.plot(x, y, label=arm["label"], **styles[arm["label"]])
             axes.fill_between(
                 x, low, high, color=styles[arm["label"]]["color"], alpha=0.15, linewidth=0
             )
-        for name, style in (("fault", _FAULT), ("other_ring_len", _FLOOR)):
-            arm = _control(record, name)
+            _theory_line(axes, arm, styles[arm["label"]]["color"])
+        for name, style in (("fault", _FAULT), ("other_ring_len", FLOOR)):
+            arm = control_arm(record, name)
             if arm and (arm["whole"]["kl_mean"] or 0) > 0:
                 x, y, _, _ = _curve(arm)
                 axes.plot(x, y, label=_CONTROL_NAMES[name], **style)
         axes.set(xscale="log", yscale="log")
         axes.set_xlabel("tokens since the prompt (end of prefill)")
-        axes.set_ylabel(_KL_LABEL)
+        axes.set_ylabel(KL_LABEL)
         plain_ticks(axes.xaxis)
         legend(figure, axes)
         return render(figure)
+
+
+def _theory_line(axes, arm: dict, colour: str) -> None:
+    """The line a scalar theory expects from the gates seen, where the run measured states."""
+    if "theory" not in arm:
+        return
+    points = [
+        (((window["start"] + 1) * window["stop"]) ** 0.5, kl)
+        for window, kl in zip(arm["curve"], arm["theory"]["kl"], strict=True)
+        if (kl or 0) > 0
+    ]
+    if points:
+        axes.plot(*zip(*points, strict=True), color=colour, **THEORY)
 
 
 _CONTROL_NAMES = {
@@ -179,9 +199,9 @@ def _curve(arm: dict):
 def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
     """Mean KL by ring phase t mod L: what a token's place in the ring does to its error."""
     note = "Phase 0 is the first token after a flush, phase L - 1 the last one before the next."
-    with _figure(record, "Drift by ring phase", note) as (figure, axes):
-        styles = _styles(record)
-        for arm in _drawable(record):
+    with run_figure(record, "Drift by ring phase", note) as (figure, axes):
+        styles = line_styles(record)
+        for arm in drawable(record):
             rows = [row for row in arm["phase"] if (row["kl_mean"] or 0) > 0]
             axes.plot(
                 [row["phase"] for row in rows],
@@ -189,14 +209,12 @@ def kl_by_phase(record: RunRecord) -> dict[str, bytes] | None:
                 label=arm["label"],
                 **styles[arm["label"]],
             )
-        floor = _control(record, "other_ring_len")
+        floor = control_arm(record, "other_ring_len")
         if floor and (floor["whole"]["kl_mean"] or 0) > 0:
-            axes.axhline(
-                floor["whole"]["kl_mean"], label=_CONTROL_NAMES["other_ring_len"], **_FLOOR
-            )
+            axes.axhline(floor["whole"]["kl_mean"], label=_CONTROL_NAMES["other_ring_len"], **FLOOR)
         axes.set(yscale="log")
         axes.set_xlabel("ring phase (token position mod ring length)")
-        axes.set_ylabel(_KL_LABEL)
+        axes.set_ylabel(KL_LABEL)
         legend(figure, axes)
         return render(figure)
 
@@ -210,12 +228,12 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
         if arm["last_quarter"]["kl_mean"] == 0
     )
     note = (
-        f'KL: mean over the last quarter, bars: {_band(record)}. Dashed: limit for "safe", '
+        f'KL: mean over the last quarter, bars: {band(record)}. Dashed: limit for "safe", '
         f"{limits['kl_mean']:g}." + (f" Not drawn, KL 0: {exact}." if exact else "")
     )
-    with _figure(record, "What a policy costs and what it does", note) as (figure, axes):
-        styles = _styles(record)
-        for arm in _drawable(record):
+    with run_figure(record, "What a policy costs and what it does", note) as (figure, axes):
+        styles = line_styles(record)
+        for arm in drawable(record):
             quarter, style = arm["last_quarter"], styles[arm["label"]]
             label = arm["label"] + (
                 " (recommended)" if best and arm["label"] == best["label"] else ""
@@ -223,7 +241,7 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
             axes.errorbar(
                 [arm["bytes_per_token"] / 1e3],
                 [quarter["kl_mean"]],
-                yerr=_error_bars(quarter),
+                yerr=error_bars(quarter),
                 color=style["color"],
                 marker=style["marker"],
                 markersize=7,
@@ -241,17 +259,17 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
                 markeredgecolor="#000000",
                 linestyle="none",
             )
-        axes.axhline(limits["kl_mean"], **_FLOOR)
+        axes.axhline(limits["kl_mean"], **FLOOR)
         axes.set(yscale="log", xlim=(0, None))
         axes.set_xlabel(
             "state traffic, kB per token and sequence, read and written (lower is better)"
         )
-        axes.set_ylabel(_KL_LABEL)
+        axes.set_ylabel(KL_LABEL)
         legend(figure, axes)
         return render(figure)
 
 
-def _error_bars(row: dict):
+def error_bars(row: dict):
     if row["kl_mean_low"] is None:
         return None
     kl = row["kl_mean"]
@@ -263,19 +281,19 @@ def _error_bars(row: dict):
 
 def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
     """Policies best first: last-quarter mean with interval; median and p99 of the run."""
-    arms = _drawable(record)
+    arms = drawable(record)
     note = (
-        f"Filled: mean over the last quarter, bars: {_band(record)}. "
+        f"Filled: mean over the last quarter, bars: {band(record)}. "
         "Open: median, | : p99 of the whole run."
     )
     size = (7.2, 1.6 + 0.34 * max(3, len(arms)))
-    with _figure(record, "Drift from FP32 by policy", note, size) as (figure, axes):
-        styles = _styles(record)
+    with run_figure(record, "Drift from FP32 by policy", note, size) as (figure, axes):
+        styles = line_styles(record)
         for y, arm in enumerate(arms):
             style, quarter = styles[arm["label"]], arm["last_quarter"]
             mark = {"color": style["color"], "linestyle": "none"}
             if quarter["kl_mean"] is not None:
-                bars = _error_bars(quarter)
+                bars = error_bars(quarter)
                 axes.errorbar(
                     [quarter["kl_mean"]],
                     [y],
@@ -288,13 +306,13 @@ def kl_by_policy(record: RunRecord) -> dict[str, bytes] | None:
                 if (arm["whole"][name] or 0) > 0:
                     face = {"markerfacecolor": "none"} if name == "kl_median" else {"markersize": 9}
                     axes.plot([arm["whole"][name]], [y], marker=marker, **face, **mark)
-        floor = _control(record, "other_ring_len")
+        floor = control_arm(record, "other_ring_len")
         if floor and (floor["whole"]["kl_mean"] or 0) > 0:
-            axes.axvline(floor["whole"]["kl_mean"], **_FLOOR)
+            axes.axvline(floor["whole"]["kl_mean"], **FLOOR)
         axes.set(xscale="log")
         axes.set_yticks(range(len(arms)), [arm["label"] for arm in arms])
         axes.set_ylim(-0.6, len(arms) - 0.4)
-        axes.set_xlabel(_KL_LABEL + "; dashed: noise floor")
+        axes.set_xlabel(KL_LABEL + "; dashed: noise floor")
         return render(figure)
 
 
@@ -309,7 +327,7 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
         'If the errors act independently, "sum" and "both" are equal. Mean over the last quarter.'
     )
     size = (7.2, 2.2 + 0.5 * len(rows))
-    with _figure(record, "Checkpoint and read copy, apart and together", note, size) as (
+    with run_figure(record, "Checkpoint and read copy, apart and together", note, size) as (
         figure,
         axes,
     ):
@@ -339,7 +357,7 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
             range(len(rows)), [f"{row['checkpoint']} + {row['read_copy']}" for row in rows]
         )
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel(_KL_LABEL)
+        axes.set_xlabel(KL_LABEL)
         legend(figure, axes)
         return render(figure)
 

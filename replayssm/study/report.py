@@ -8,7 +8,7 @@ import hashlib
 from collections import defaultdict
 from pathlib import Path
 
-from replayssm.study import figures, tables
+from replayssm.study import comparison_figures, figures, state_figures, tables
 from replayssm.study.store import (
     RunRecord,
     atomic_path,
@@ -83,9 +83,13 @@ def outputs(records: list[RunRecord]) -> dict[str, tuple[list[RunRecord], bytes]
         files[f"{stem}-by-position.csv"] = (group, tables.position_csv(group).encode())
         files[f"{stem}-by-phase.csv"] = (group, tables.phase_csv(group).encode())
         files[f"{stem}-attribution.csv"] = (group, tables.attribution_csv(group).encode())
+        for kind, content in (comparison_figures.published_comparison(group) or {}).items():
+            files[f"figures/{_slug(experiment)}-published-comparison.{kind}"] = (group, content)
     for path, stem in _names(records).items():
         record = next(r for r in records if str(r.path) == path)
-        for name, draw in figures.FIGURES.items():
+        for name, draw in (
+            figures.FIGURES | state_figures.FIGURES | comparison_figures.FIGURES
+        ).items():
             for kind, content in (draw(record) or {}).items():
                 files[f"figures/{stem}-{name}.{kind}"] = ([record], content)
     return files
