@@ -20,12 +20,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from replayssm.ops import gated_delta, mamba2
+from replayssm.ops import gated_delta, kimi_delta, mamba2
 from replayssm.ops.gated_delta import triton_conventional as gated_delta_conventional
 from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
 from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
+from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
+from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
+from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
+from replayssm.ops.kimi_delta.reference import KimiDeltaGeometry, KimiDeltaInputs
 from replayssm.ops.mamba2 import triton_conventional as mamba2_conventional
 from replayssm.ops.mamba2 import triton_decode as mamba2_decode
 from replayssm.ops.mamba2 import triton_flush as mamba2_flush
@@ -40,10 +44,16 @@ SUPER = Mamba2Geometry(num_heads=128, head_dim=64, n_groups=8, d_state=128)
 NANO_4B = Mamba2Geometry(num_heads=96, head_dim=80, n_groups=8, d_state=128)
 QWEN_4B = GatedDeltaGeometry(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
 ODD = GatedDeltaGeometry(num_k_heads=4, num_v_heads=12, head_k_dim=96, head_v_dim=80)
+KIMI_48B = KimiDeltaGeometry(num_k_heads=32, num_v_heads=32, head_k_dim=128, head_v_dim=128)
+KIMI_ODD = KimiDeltaGeometry(num_k_heads=4, num_v_heads=12, head_k_dim=96, head_v_dim=80)
+Geometry = Mamba2Geometry | GatedDeltaGeometry | KimiDeltaGeometry
 MODULES = {
     Mamba2Geometry: (mamba2.reference, mamba2_decode, mamba2_window, mamba2_flush),
     GatedDeltaGeometry: (
         gated_delta.reference, gated_delta_decode, gated_delta_window, gated_delta_flush,
+    ),
+    KimiDeltaGeometry: (
+        kimi_delta.reference, kimi_delta_decode, kimi_delta_window, kimi_delta_flush,
     ),
 }  # fmt: skip
 CONVENTIONAL = {Mamba2Geometry: mamba2_conventional, GatedDeltaGeometry: gated_delta_conventional}
@@ -111,20 +121,21 @@ def mamba2_inputs(geometry: Mamba2Geometry, tokens: int, dtype: torch.dtype) -> 
     )
 
 
-def gated_delta_inputs(
-    geometry: GatedDeltaGeometry, tokens: int, dtype: torch.dtype
-) -> GatedDeltaInputs:
-    return GatedDeltaInputs(
+def delta_inputs(
+    geometry: GatedDeltaGeometry | KimiDeltaGeometry, tokens: int, dtype: torch.dtype
+) -> GatedDeltaInputs | KimiDeltaInputs:
+    kimi = isinstance(geometry, KimiDeltaGeometry)
+    return (KimiDeltaInputs if kimi else GatedDeltaInputs)(
         **{
             name: torch.zeros(
-                ROWS, tokens, *shape, dtype=dtype if len(shape) > 1 else torch.float32
+                ROWS, tokens, *shape, dtype=dtype if name in ("q", "k", "v") else torch.float32
             )
             for name, shape in geometry.input_shapes.items()
         }
     )
 
 
-def launches(geometry: Mamba2Geometry | GatedDeltaGeometry, label: str, dtype: torch.dtype):
+def launches(geometry: Geometry, label: str, dtype: torch.dtype):
     """Runs every launcher for one policy; yields (launcher, compiled kernel)."""
     reference, decode, window, flush = MODULES[type(geometry)]
     policy = parse_policy(label)
@@ -144,7 +155,7 @@ def launches(geometry: Mamba2Geometry | GatedDeltaGeometry, label: str, dtype: t
         for name, (heads, *width) in reference.ring_layout(geometry, recompute=recompute).items()
     }  # fmt: skip
     cursors = new_cursors(slots, sequence=slots, seed=slots)
-    make_inputs = mamba2_inputs if reference is mamba2.reference else gated_delta_inputs
+    make_inputs = mamba2_inputs if reference is mamba2.reference else delta_inputs
     one = make_inputs(geometry, 1, dtype)
     all_slots = make_inputs(geometry, min(policy.ring_len, 32), dtype)
     read, both = read_copy or checkpoint, (checkpoint, read_copy)
@@ -164,7 +175,7 @@ def launches(geometry: Mamba2Geometry | GatedDeltaGeometry, label: str, dtype: t
 def conventional_launches(geometry: Mamba2Geometry | GatedDeltaGeometry):
     """The conventional kernel with every launch that the benchmark tries; yields as `launches`."""
     module = CONVENTIONAL[type(geometry)]
-    make_inputs = mamba2_inputs if module is mamba2_conventional else gated_delta_inputs
+    make_inputs = mamba2_inputs if module is mamba2_conventional else delta_inputs
     state = torch.zeros(ROWS, *geometry.state_shape)
     for launch in SWEEP:
         with compiling((module,)) as results:
@@ -198,6 +209,10 @@ CASES = [
     (QWEN_4B, "fp16-sr+nvfp4", torch.bfloat16),
     (QWEN_4B, "int8-sr@32", torch.float16),
     (ODD, "fp32+mxfp4@5", torch.float32),
+    (KIMI_48B, "fp32", torch.bfloat16),
+    (KIMI_48B, "fp16-sr+nvfp4", torch.bfloat16),
+    (KIMI_48B, "int8-sr@32", torch.float16),
+    (KIMI_ODD, "fp32+mxfp4@5", torch.float32),
 ]
 OTHER_ARCHITECTURES = ("fp16-sr+nvfp4",)
 CONVENTIONAL_CASES = (SUPER, NANO_4B, QWEN_4B)
