@@ -133,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="POLICY", help="only these (any policy of the grammar)"
     )
     policies.add_argument("--ring-len", type=int, default=16)
+    policies.add_argument(
+        "--device", default="cuda", help="cuda (default) or cpu: where the backend column is for"
+    )
 
     command("models", _models, "List supported architectures and built-in models.")
     return parser
@@ -144,6 +147,11 @@ def _execution(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("results"), help="results folder (default: results)"
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument(
+        "--backend",
+        help="of the state update: auto (default: Triton kernels on a GPU, where there are some "
+        "for the policy, else torch), triton, or reference (torch)",
+    )
     parser.add_argument(
         "--device-map",
         metavar="auto",
@@ -228,10 +236,11 @@ def _measure(spec, arguments: argparse.Namespace) -> int:
             device=device,
             trust_remote_code=arguments.trust_remote_code,
             device_map=arguments.device_map,
+            backend=arguments.backend or spec.backend,
         )
         print(
             f"{model}: {spec.prompts} prompts x {spec.tokens:,} tokens, {len(spec.arms())} arms "
-            f"beside the reference, on {device}",
+            f"beside the reference, on {device}, backend: {subject.backends(spec)}",
             file=sys.stderr,
         )
         return subject
@@ -279,7 +288,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _policies(arguments: argparse.Namespace) -> int:
     from replayssm.study.listings import policies_text
 
-    print(policies_text(arguments.names, ring_len=arguments.ring_len))
+    print(policies_text(arguments.names, ring_len=arguments.ring_len, device=arguments.device))
     return 0
 
 

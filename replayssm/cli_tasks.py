@@ -59,6 +59,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     import torch
 
     from replayssm import models
+    from replayssm.models.session import describe_backends
     from replayssm.study.task_report import write_task_report
     from replayssm.study.task_tables import load_task_record, task_markdown
     from replayssm.study.tasks import run_tasks
@@ -68,21 +69,29 @@ def _eval(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--threads must be at least 1, is {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    backend = arguments.backend or spec.backend
 
     def open_model(name: str) -> models.LoadedModel:
         tasks = ", ".join(task.name for task in spec.tasks)
-        print(f"{name}: {tasks} under {len(spec.arms())} arms, on {device}", file=sys.stderr)
-        return models.load(
+        loaded = models.load(
             name,
             dtype=spec.dtype,
             device=device,
             trust_remote_code=arguments.trust_remote_code,
             device_map=arguments.device_map,
         )
+        policies = {arm.label: arm.policy for arm in spec.arms()}
+        told = describe_backends(loaded.adapter, policies, backend=backend)
+        print(
+            f"{name}: {tasks} under {len(policies)} arms, on {device}, backend: {told}",
+            file=sys.stderr,
+        )
+        return loaded
 
     results = run_tasks(
         spec,
         out=arguments.out,
+        backend=backend,
         open_model=open_model,
         options={
             "data_dir": arguments.data_dir,

@@ -181,6 +181,29 @@ def test_policies_show_cost_and_rounding(capsys):
     assert "every 8 tokens" in out and "every 16 tokens" in out
 
 
+def test_policies_show_the_backend_of_a_device(capsys):
+    assert run("policies", "fp32@8", "fp16:operand=bf16") == 0
+    with_kernels, without = capsys.readouterr().out.splitlines()[2:4]
+    assert "triton" in with_kernels
+    assert "reference (operand bf16: the kernels keep operands exact" in without
+    assert run("policies", "fp32", "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "backend on cpu" in out and "| reference " in out
+    assert run("policies", "--device", "tpu") == 2
+    assert "device 'tpu' is not one of cuda, cpu" in capsys.readouterr().err
+
+
+def test_triton_without_a_gpu_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("replayssm.ops.capability._interpreted", lambda: False)
+    arguments = ("run", "quick", "--device", "cpu", "--out", tmp_path)
+    assert run(*arguments, "--backend", "triton") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("replayssm: backend 'triton' is not possible: the device is 'cpu'")
+    assert run(*arguments, "--backend", "cuda") == 2
+    assert "backend 'cuda': allowed are auto, reference, triton" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing is created for a run that cannot start"
+
+
 def test_models_lists_every_architecture(capsys):
     from replayssm.models.architectures import ARCHITECTURES
 

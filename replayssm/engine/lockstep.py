@@ -31,6 +31,7 @@ from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
 from replayssm.models.session import RowGroup
 from replayssm.policy import PrecisionPolicy
+from replayssm.state_update import PREFILL_BACKEND
 
 ROW_MULTIPLE = 8
 UNKNOWN_TOKEN = -1
@@ -272,7 +273,7 @@ class Lockstep:
         self._refresh(start - self.prompt_length)
         logits = self._stream.step(tokens[self._stream.source])
         if self._probe is not None:
-            self._probe.advance(tokens.shape[1])
+            self._probe.advance()
         logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
         return Window(start=start, tokens=tokens, targets=targets, logits=logits)
 
@@ -329,7 +330,8 @@ class Lockstep:
 
         "replaced": per function of the library, what would have run in its place otherwise;
         "dtypes": per arm, the dtype of every stored tensor of the first recurrent layer;
-        "cache": dtypes of the library's own cache (attention, convolution inputs).
+        "cache": dtypes of the library's own cache (attention, convolution inputs); "backends": per
+        arm; "prefill": the backend of prefill, whatever the arms' is.
         """
         session, first = self._stream.session, self.layers[0]
         dtypes = {}
@@ -344,7 +346,16 @@ class Lockstep:
                 for name, dtype in dtypes.items()
                 if name.startswith(prefix)
             }
-        return {"replaced": dict(session.replaced), "dtypes": stored, "cache": cache}
+        return {
+            "replaced": dict(session.replaced),
+            "dtypes": stored,
+            "cache": cache,
+            "backends": {
+                arm.label: list(session.group_backends(group))
+                for group, arm in enumerate(self.arms)
+            },
+            "prefill": PREFILL_BACKEND,
+        }
 
     def engine_state(self) -> dict[str, Tensor]:
         """Everything needed to go on from here in another process, as named tensors (copies).

@@ -12,7 +12,7 @@ A session starts from zero state and goes through two phases:
 Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,22 @@ class RowGroup:
     @property
     def rows(self) -> int:
         return len(self.sequences)
+
+
+def describe_backends(
+    adapter: Adapter, policies: Mapping[str, PrecisionPolicy], *, backend: str
+) -> str:
+    """One line: the backend in effect for policies by label, with reasons where "auto" takes torch
+    on a GPU. ValueError if `backend` is not possible.
+    """
+    groups = [RowGroup(policy=policy, sequences=(0,), seeds=(0,)) for policy in policies.values()]
+    session = ReplaySession(adapter, groups, backend=backend)
+    told: dict[str, list[str]] = {}
+    for index, label in enumerate(policies):
+        told.setdefault(" and ".join(session.group_backends(index)), []).append(label)
+    if len(told) == 1:
+        return next(iter(told))
+    return "; ".join(f"{effective} for {', '.join(labels)}" for effective, labels in told.items())
 
 
 class _LayerState:

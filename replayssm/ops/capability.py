@@ -42,6 +42,12 @@ class Choice:
         return self.backend != "reference"
 
 
+def check_backend(requested: str) -> None:
+    """ValueError unless `requested` is the name of a backend."""
+    if requested not in BACKENDS:
+        raise ValueError(f"backend {requested!r}: allowed are {', '.join(BACKENDS)}")
+
+
 def choose_backend(
     requested: str,
     recurrence: str,
@@ -56,8 +62,7 @@ def choose_backend(
     Raises:
         ValueError: `requested` is "triton" and there are no such kernels, or no device for them.
     """
-    if requested not in BACKENDS:
-        raise ValueError(f"backend {requested!r}: allowed are {', '.join(BACKENDS)}")
+    check_backend(requested)
     if requested == "reference":
         return Choice(backend="reference")
     if requested == "auto" and device.type == "cpu":

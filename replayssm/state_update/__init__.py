@@ -43,7 +43,10 @@ from replayssm.ops.mamba2 import reference as mamba2
 from replayssm.policy import PrecisionPolicy, Storage
 from replayssm.state_update.reference import Reference, check_precision, ring_parts
 
-__all__ = ["BACKENDS", "RECURRENCES", "Inputs", "StateUpdate"]
+__all__ = ["BACKENDS", "PREFILL_BACKEND", "RECURRENCES", "Inputs", "StateUpdate"]
+
+PREFILL_BACKEND = "reference"
+"""The backend of `prefill`, whatever the update's is."""
 
 Inputs = mamba2.Mamba2Inputs | gated_delta.GatedDeltaInputs | kimi_delta.KimiDeltaInputs
 

@@ -53,13 +53,20 @@ def status_table(where: Path) -> str:
     return markdown_table(("experiment", "run", "model", "status", "tokens", "error"), rows)
 
 
-def policies_text(names: list[str], *, ring_len: int) -> str:
-    """Every named policy (or `names`): bytes at ring length `ring_len`, then what rounds where."""
+def policies_text(names: list[str], *, ring_len: int, device: str = "cuda") -> str:
+    """Every named policy (or `names`): bytes at ring length `ring_len`, the backend that "auto"
+    takes on `device` ("cuda" or "cpu") with the reason, then what rounds where.
+    """
     from dataclasses import replace
 
+    import torch
+
+    from replayssm.ops.capability import no_device
     from replayssm.policy import PRESETS, StateGeometry, parse_policy
     from replayssm.presets import ENGINE_PRESETS
 
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device {device!r} is not one of cuda, cpu")
     layers = {
         title: StateGeometry(recurrence=kind, heads=heads, rows=rows, cols=cols, key_groups=groups)
         for title, (kind, heads, rows, cols, groups) in _EXAMPLE_LAYERS.items()
@@ -72,8 +79,12 @@ def policies_text(names: list[str], *, ring_len: int) -> str:
     for name, policy in chosen.items():
         sizes = [f"{policy.bytes_per_state_element(layer):.4g}" for layer in layers.values()]
         moved = [f"{policy.bytes_per_token(layer) / 1e3:,.0f}" for layer in layers.values()]
-        table.append([name, sizes[0] if len(set(sizes)) == 1 else " / ".join(sizes), *moved])
-    header = ("policy", "bytes / state element", *(f"kB / token, {title}" for title in layers))
+        backend = _backend_text(policy, layers, device)
+        size = sizes[0] if len(set(sizes)) == 1 else " / ".join(sizes)
+        table.append([name, size, *moved, backend])
+    moved = (f"kB / token, {title}" for title in layers)
+    header = ("policy", "bytes / state element", *moved, f"backend on {device}")
+    here = no_device(torch.device(device)) if device == "cuda" else None
     details = [
         f"{name}\n" + "\n".join(f"  {line}" for line in policy.describe())
         for name, policy in chosen.items()
@@ -86,10 +97,29 @@ def policies_text(names: list[str], *, ring_len: int) -> str:
             markdown_table(header, table),
             "kB / token: state and ring bytes that one layer reads and writes per token of one "
             f"sequence, averaged over a ring of L = {ring_len} tokens (policies may say @L).",
+            *([f"On this machine there are no kernels for {device}: {here}."] if here else []),
             *details,
             *engines,
         ]
     )
+
+
+def _backend_text(policy, layers: dict, device: str) -> str:
+    """What "auto" takes for `policy` on a CPU, or on a GPU that can run kernels."""
+    from replayssm.ops.capability import no_kernel
+
+    if device == "cpu":
+        return "reference"
+    missing: dict[str, list[str]] = {}
+    for layer in layers.values():
+        reason = no_kernel(layer.recurrence, policy, rows=layer.rows, cols=layer.cols)
+        if reason is not None:
+            missing.setdefault(reason, []).append(layer.recurrence)
+    if len(layers) in map(len, missing.values()):  # one reason for all
+        return f"reference ({next(iter(missing))})"
+    told = ["triton"] if sum(map(len, missing.values())) < len(layers) else []
+    told += [f"{', '.join(named)}: reference ({reason})" for reason, named in missing.items()]
+    return "; ".join(told)
 
 
 def engine_text(name: str) -> str:

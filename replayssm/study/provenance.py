@@ -17,8 +17,11 @@ import replayssm
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
-def environment(device: torch.device) -> dict:
-    """What a run's numbers may depend on at rounding level, and a one-line `summary` of it."""
+def environment(device: torch.device, *, backend: str | None = None) -> dict:
+    """What a run's numbers may depend on at rounding level, and a one-line `summary` of it.
+
+    backend: which backend of the state update is in effect, in words.
+    """
     commit, dirty = code_version()
     packages = {name: _package_version(name) for name in _PACKAGES}
     packages["torch"] = torch.__version__  # names the build (+cpu, +cu130), as metadata may not
@@ -27,7 +30,8 @@ def environment(device: torch.device) -> dict:
     code = replayssm.__version__ + (
         f" (commit {commit[:10]}{', modified' if dirty else ''})" if commit != "unknown" else ""
     )
-    return {
+    with_backend = {} if backend is None else {"backend": backend}
+    return with_backend | {
         "replayssm": replayssm.__version__,
         "commit": commit,
         "dirty": dirty,
@@ -37,7 +41,8 @@ def environment(device: torch.device) -> dict:
         "device": described,
         "threads": threads,
         "summary": f"replayssm {code}, torch {packages['torch']}, transformers "
-        f"{packages['transformers']}, {described['name']}, {threads} threads",
+        f"{packages['transformers']}, {described['name']}, {threads} threads"
+        + (f", backend {backend}" if backend else ""),
     }
 
 

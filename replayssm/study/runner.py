@@ -66,6 +66,9 @@ class Subject(Protocol):
         policy.
         """
 
+    def backends(self, spec: StudySpec) -> str:
+        """On which backend the arms run, in words. ValueError if that is not possible."""
+
     def lockstep(self, spec: StudySpec) -> Any:
         """A new lockstep engine: arm 0 is the reference, then `spec.arms()` in order."""
 
@@ -314,7 +317,7 @@ def _windows(spec: StudySpec, engine: Any, text: torch.Tensor, position: int) ->
 
 def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: RunFolder) -> None:
     """Note what is in effect; a run continued in another environment lists both."""
-    here = environment(subject.device)
+    here = environment(subject.device, backend=subject.backends(spec))
     if folder.provenance_path.exists():
         provenance = read_json(folder.provenance_path)
         if here in provenance["environments"]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from replayssm.ops.capability import check_backend
 from replayssm.policy import PrecisionPolicy, parse_policy
 from replayssm.study.sections import (
     Controls,
@@ -85,6 +86,7 @@ class StudySpec:
     seeds: tuple[int, ...] = (0,)  # one arm per seed for policies that round stochastically
     stride: int = 1  # score every stride-th position
     dtype: str = "float32"  # of the weights and activations; states follow the policies
+    backend: str = "auto"  # auto | triton | reference; like the device, not part of the identity
     prompts_per_batch: int | None = None  # None: all that make at most 16,384 tokens, at least one
     # Kept in positions.parquet: all | every N | log (a ring at each power of two of rings). Every
     # statistic uses all scored positions, whatever is kept.
@@ -109,6 +111,7 @@ class StudySpec:
                 raise ValueError(f"{key} lists {getattr(twice, 'label', twice)} twice")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        check_backend(self.backend)
         if self.text not in TEXT_SOURCES[:2] and not self.text.startswith("file:"):
             raise ValueError(f"text {self.text!r} is not one of {', '.join(TEXT_SOURCES)}")
         if self.prompts_per_batch is not None:

@@ -15,6 +15,7 @@ from replayssm.engine.lockstep import Lockstep
 from replayssm.engine.sampling import Sampler
 from replayssm.models.families import Family
 from replayssm.models.loading import LoadedModel
+from replayssm.models.session import describe_backends
 from replayssm.policy import StateGeometry
 from replayssm.study.spec import Arm, StudySpec
 from replayssm.study.store import file_digest
@@ -29,7 +30,10 @@ _ENGINE_KINDS = {
 
 
 class ModelSubject:
-    """A loaded model on a device. Raises ValueError (one line) if it cannot be loaded or run."""
+    """A loaded model on a device. Raises ValueError (one line) if it cannot be loaded or run.
+
+    backend: of the state update, "auto", "triton" or "reference".
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class ModelSubject:
         device: str,
         trust_remote_code: bool = False,
         device_map: str | None = None,
+        backend: str = "auto",
     ):
         self._loaded = models.load(
             name,
@@ -47,6 +52,7 @@ class ModelSubject:
             trust_remote_code=trust_remote_code,
             device_map=device_map,
         )
+        self.backend = backend
         self.device = self._loaded.device
         self.max_positions = self._loaded.adapter.max_positions
         self.stop_tokens = stop_tokens(self._loaded)
@@ -82,7 +88,13 @@ class ModelSubject:
             _engine_arms(spec, spec.arms()),
             window=spec.window,
             probe=bool(spec.state_positions),
+            backend=self.backend,
         )
+
+    def backends(self, spec: StudySpec) -> str:
+        """One line: on which backend the arms of `spec` run. ValueError if that is not possible."""
+        policies = {"reference": spec.reference} | {arm.label: arm.policy for arm in spec.arms()}
+        return describe_backends(self._loaded.adapter, policies, backend=self.backend)
 
     def free_run(self, spec: StudySpec, prompts: Tensor, prompt_ids: Sequence[int]) -> Tensor:
         """What the reference and `spec.free_arms()` write after `prompts` (`engine.free_run`)."""
@@ -95,6 +107,7 @@ class ModelSubject:
             stop_tokens=self.stop_tokens,
             sampler=Sampler(temperature=free.temperature, seed=free.seed),
             prompt_ids=prompt_ids,
+            backend=self.backend,
         )
 
     def effective(self, engine: Lockstep) -> dict:
@@ -108,6 +121,8 @@ class ModelSubject:
         }
         return {
             "backends": list(engine.backends),
+            "backend_by_arm": found["backends"],
+            "prefill": found["prefill"],
             "replaced": found["replaced"],
             "stored": stored,
             "cache": found["cache"],

@@ -7,6 +7,7 @@ from YAML. Loads no task and no model, runs nothing.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from replayssm.ops.capability import check_backend
 from replayssm.policy import PrecisionPolicy, parse_policy
 from replayssm.study.config import (
     nearest,
@@ -74,6 +75,7 @@ class TaskSpec:
     ring_len: int = 16  # of the reference, and of policies that do not say @L
     other_ring_len: int | None = None  # of the FP32 control; None: twice ring_len
     dtype: str = "float32"  # of weights and activations; states follow the policies
+    backend: str = "auto"  # auto | triton | reference; not part of a run's identity
     batch_size: int = 64  # sequences decoded at once; not part of a run's identity
     chat_template: bool = False
     enable_thinking: bool | None = None  # passed to the chat template
@@ -95,6 +97,7 @@ class TaskSpec:
                 check_at_least(key, getattr(self, key), 1)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        check_backend(self.backend)
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or more, is {self.temperature}")
         if not 0 <= self.seed < 1 << 32:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from replayssm.engine.lockstep import Arm, Lockstep
 from replayssm.engine.prefills import PrefillCache
 from replayssm.models.loading import LoadedModel
+from replayssm.models.session import describe_backends
 from replayssm.study.answers import KINDS, extract
 from replayssm.study.config import nearest
 from replayssm.study.lm_eval_model import ReplayLM
@@ -328,14 +329,16 @@ class _Evaluation:
     def _write_provenance(self) -> None:
         """Note what is in effect; a run continued in another environment lists both."""
         path = self.run_folder.folder.provenance_path
-        here = environment(self.loaded.device)
+        arms = self.spec.arms()
+        policies = {arm.label: arm.policy for arm in arms}
+        told = describe_backends(self.loaded.adapter, policies, backend=self.backend)
+        here = environment(self.loaded.device, backend=told)
         if path.exists():
             provenance = read_json(path)
             if here not in provenance["environments"]:
                 provenance["environments"].append(here)
                 write_json(path, provenance)
             return
-        arms = self.spec.arms()
         probe = Lockstep(
             self.loaded.adapter,
             [

@@ -174,5 +174,8 @@ class FakeSubject:
             rows.append(row)
         return torch.stack(rows)
 
+    def backends(self, spec):
+        return "fake"
+
     def effective(self, engine):
-        return {"backend": "fake"}
+        return {"backends": ["fake"]}

@@ -58,7 +58,7 @@ def run(asked: TaskSpec, out: Path, **changes):
 def same_environment():
     """Commits while the tests run must not count as another environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "environment", lambda device: {"summary": "here"})
+        patch.setattr(tasks, "environment", lambda device, backend: {"summary": "here"})
         yield
 
 
