@@ -118,12 +118,12 @@ def test_state_records_and_their_summary(whole):
     here = (rows["arm"] == "nvfp4") & (rows["position"] == 192) & (rows["layer"] == 1)
     here &= rows["head"] == 0
     rms = np.sqrt(np.mean(rows["checkpoint_error"][here].astype(float) ** 2))
-    assert nvfp4["checkpoint"][2] == pytest.approx(rms, rel=1e-4)
+    assert nvfp4["checkpoint"][2] == pytest.approx(rms, rel=1e-3)
     assert nvfp4["read"] is None and len(mixed["read"]) == 4
     assert nvfp4["read_write_error"] is None and mixed["read_write_error"] == pytest.approx(0.094)
     predicted = theory.predicted_error(theory.write_error(nvfp4_storage(study)), 1 + 192 / 16)
-    assert nvfp4["predicted"] == pytest.approx([predicted] * 4, rel=1e-4)
-    assert nvfp4["residual"][0] == pytest.approx(nvfp4["checkpoint"][0] / predicted, rel=1e-3)
+    assert nvfp4["predicted"] == pytest.approx([predicted] * 4, rel=1e-3)
+    assert nvfp4["residual"][0] == pytest.approx(nvfp4["checkpoint"][0] / predicted, rel=3e-3)
     assert fp32["predicted"] is fp32["residual"] is fp32["write_error"] is None
     assert fp32["checkpoint"] == [0.0] * 4
     assert nvfp4["stagnating"] == [1, 3] and by_label["fp8-sr"]["stagnating"] == []
@@ -144,12 +144,12 @@ def test_theory_lines_have_a_value_for_every_window(whole):
     assert "theory" not in arms["fp16-sr+nvfp4@32"], "the run has no fp32+nvfp4@32"
 
 
-def test_shortened_values_keep_twelve_bits():
+def test_shortened_values_keep_nine_bits():
     values = np.array([np.pi * 1e-7, -1 / 3, 0.0, np.nan, np.inf, 1e-45])
     found = shortened(values)
-    np.testing.assert_allclose(found[:2], values[:2], rtol=2**-12)
+    np.testing.assert_allclose(found[:2], values[:2], rtol=2**-9)
     assert found[2] == 0 and np.isnan(found[3]) and np.isinf(found[4])
-    assert (found[:2].view(np.int32) & 0x7FF == 0).all()
+    assert (found[:2].view(np.int32) & 0x3FFF == 0).all()
 
 
 # -- refresh ---------------------------------------------------------------------------------------
