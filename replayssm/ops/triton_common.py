@@ -63,6 +63,39 @@ def _commit_kernel(cursors, accepted, rows, BLOCK: tl.constexpr):
     tl.store(cursors.pos + slot, pos, mask=slot >= 0)
 
 
+def list_due(cursors: Cursors, count: int, rows: Tensor | None = None) -> Tensor:
+    """Which rows are due, for kernels: their number, then their indices, int32 [1 + B].
+
+    Due are rows with `count` committed records, or those where `rows` [B] (integers) is not 0;
+    never padding rows. Made on the device.
+    """
+    batch = cursors.slots.shape[0]
+    due = torch.empty(1 + batch, dtype=torch.int32, device=cursors.slots.device)
+    block = triton.next_power_of_2(batch)
+    _due_kernel[(1,)](due, cursors, rows, count, batch, BLOCK=block)
+    return due
+
+
+@triton.jit
+def _due_kernel(due, cursors, rows, count, batch, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)
+    slot = tl.load(cursors.slots + row, mask=row < batch, other=-1).to(tl.int64)
+    if rows is None:
+        is_due = tl.load(cursors.pos + slot, mask=slot >= 0, other=-1) == count
+    else:
+        is_due = tl.load(rows + row, mask=slot >= 0, other=0) != 0
+    place = tl.cumsum(is_due.to(tl.int32), 0)
+    tl.store(due + place, row, mask=is_due)
+    tl.store(due, tl.sum(is_due.to(tl.int32), 0))
+
+
+def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Programs that share work among them; few without a GPU, so that tests see them share."""
+    if device.type != "cuda":
+        return 2
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
 def arrive(cursors, slot, programs):
     """Whether this is the last of the `programs` programs of a row to get here."""

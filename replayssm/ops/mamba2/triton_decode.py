@@ -1,9 +1,9 @@
 """One token per row: read the state once, append one record, and fold rings that it fills.
 
-Owns the decode kernel and its two launchers. `decode` writes no state. `step` also commits the
-token and flushes the rows whose ring it fills; rows decide by their own cursors. With one copy that
-is one launch, which reads the state once for both jobs. With two, a flush kernel follows: the
-registers that encoding a copy takes would slow every step down.
+Owns two kernels and their launchers. `decode` writes no state. `step` also commits the token and
+flushes the rows whose ring it fills; rows decide by their own cursors. With one copy, rows that
+flush are left to a second kernel, which reads the state once for both jobs: the registers that
+folding takes would slow every other row down. With two, all rows decode and a flush follows.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 Legend: triton_tiles.py.
@@ -34,11 +34,11 @@ from replayssm.ops.mamba2.triton_tiles import (
     tile_rows,
     write_state,
 )
-from replayssm.ops.quantize.layout import reads_words, stored
+from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.tiles import load_codes, load_vector_for, times_vector, values_of
-from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
+from replayssm.ops.triton_common import Cursors, arrive, list_due, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -46,37 +46,105 @@ from replayssm.policy import PrecisionPolicy
 def decode_kernel(
     out,                                # [B, H, P] float32
     tokens, A, ring, cursors,           # Tokens, [H], Ring, Cursors
-    read, layer,                        # Stored
+    read,                               # Stored
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     COMMIT: tl.constexpr,               # whether the token is committed
-    FLUSH: tl.constexpr,                # and a ring that it fills folded into `read`
-    PRECISION: tl.constexpr,
+    EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
-    row = tl.program_id(1)
-    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
-        tl.program_id(0), H, P, G, HEADS, BP
-    )
+    row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    token = load_token(
+        tokens, A, row, part, H, P, G, N, READ, HEADS, BP, WIDTH
+    )  # fmt: skip
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    if EXCEPT is not None:
+        if pos == EXCEPT:
+            return
+    one_token(
+        out, tokens, token, ring, cursors, read, 0, row, slot, pos, part, parts,
+        H, P, G, N, L, READ, RING, D_PER_CHANNEL, False, None, HEADS, BP, BL, WIDTH,
+    )  # fmt: skip
+    if COMMIT:
+        if arrive(cursors, slot, parts):
+            tl.store(cursors.pos + slot, (pos + 1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["layer"])
+def decode_and_flush_kernel(
+    out, tokens, A, ring, cursors,      # as above
+    state, layer,                       # Stored, read and written
+    due,                                # from `list_due`: rows whose ring the token fills
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    TILES: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid of any size: programs share the TILES of the rows that are due."""
+    work = tl.program_id(0)
+    end = tl.load(due) * TILES
+    while work < end:
+        row, part = tl.load(due + 1 + work // TILES), work % TILES
+        slot = tl.load(cursors.slots + row).to(tl.int64)
+        token = load_token(
+            tokens, A, row, part, H, P, G, N, READ, HEADS, BP, WIDTH
+        )  # fmt: skip
+        one_token(
+            out, tokens, token, ring, cursors, state, layer, row, slot, L - 1, part, TILES,
+            H, P, G, N, L, READ, RING, D_PER_CHANNEL, True, PRECISION, HEADS, BP, BL, WIDTH,
+        )  # fmt: skip
+        if arrive(cursors, slot, TILES):
+            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+            tl.store(cursors.pos + slot, 0)
+        work += tl.num_programs(0)
+
+
+@triton.jit
+def load_token(
+    tokens, A, row, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, READ: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What tile `part` needs of a row's token, which needs no cursor: loaded while one is awaited.
+
+    Returns C [WIDTH], C for `times_vector`, B [WIDTH], x [R], dt [HEADS] and A [HEADS].
+    """
+    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    n = tl.arange(0, WIDTH)
+    C_at = tokens.C + row * tokens.C_row + group * N
+    B_at = tokens.B + row * tokens.B_row + group * N
+    x_at = tokens.x + row * tokens.x_row + head_of * P + p
+    C = tl.load(C_at + n, mask=n < N, other=0).to(tl.float32)
+    C_read = load_vector_for(C_at, N, WIDTH, READ)
+    B = tl.load(B_at + n, mask=n < N, other=0)
+    x = tl.load(x_at, mask=in_tile, other=0)
+    dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
+    return C, C_read, B, x, dt, tl.load(A + head, mask=in_heads, other=0.0)
+
+
+@triton.jit
+def one_token(
+    out, tokens, token, ring, cursors, read, layer, row, slot, pos, part, parts,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    FLUSH: tl.constexpr,                # fold the ring, with the token, into `read`
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Outputs of tile `part` of a row; its share of the record enters the ring, unless it is folded
+    with the others."""
+    C, C_read, B_new, x_given, dt_new, rate = token
+    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     in_rows = None if EXACT else in_tile
     state_row = head_of * P + p
     n = tl.arange(0, WIDTH)
 
-    # Loads come first, those that need no cursor before those that do: what they wait for is what
-    # a program's time goes to.
-    group_n = group * N + n
-    C = tl.load(tokens.C + row * tokens.C_row + group_n, mask=n < N, other=0).to(tl.float32)
-    C_read = load_vector_for(tokens.C + row * tokens.C_row + group * N, N, WIDTH, READ)
-    B_new = tl.load(tokens.B + row * tokens.B_row + group_n, mask=n < N, other=0)
-    x_given = tl.load(tokens.x + row * tokens.x_row + state_row, mask=in_tile, other=0)
-    dt_new = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
-    rate = tl.load(A + head, mask=in_heads, other=0.0)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    # All loads come before the first reduction, which brings a barrier.
     loaded = load_codes(read, slot, state_row, in_rows, P, N, WIDTH, READ)
     ring_B = ring.B + slot * ring.B_slot + group * L * N
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
@@ -84,9 +152,7 @@ def decode_kernel(
     B = load_past(ring_B + n, N, n < N, pos, BL, RING)  # [BL, WIDTH]
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
     x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
-    # The state is read once, as a tile that a flush can reuse where that costs an output nothing.
-    REUSE: tl.constexpr = FLUSH and not reads_words(READ, N)
-    if REUSE:
+    if FLUSH:
         state = values_of(loaded, N, WIDTH, READ)
         y = tl.sum(state * C[None, :], 1)
     else:
@@ -108,34 +174,21 @@ def decode_kernel(
     fits = pos < L
     tl.store(out + row * (H * P) + state_row, tl.where(fits, y, float("nan")), mask=in_tile)
 
-    if fits:
+    if FLUSH:
+        state = fold(state, x, B, dt, log_decay, now, PRECISION)
+        x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
+        state += x_weighted[:, None] * B_new[None, :]
+        write_state(
+            state, read, None, cursors, layer, slot, state_row, in_rows,
+            P, BP, N, WIDTH, READ, None,
+        )  # fmt: skip
+    elif fits:
         FORMAT: tl.constexpr = fact(RING, "format")
         tl.store(ring_x + pos * P, encode_elements(x_new, FORMAT), mask=in_tile)
         if first_p == 0:
             tl.store(ring_dt + pos, dt_new, mask=in_heads)
-            if tl.program_id(0) % (tl.num_programs(0) // G) == 0:
+            if part % (parts // G) == 0:
                 tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=n < N)
-
-    full = pos + 1 == L
-    if FLUSH:
-        if full:
-            if not REUSE:
-                state = values_of(loaded, N, WIDTH, READ)
-            state = fold(state, x, B, dt, log_decay, now, PRECISION)
-            x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
-            state += x_weighted[:, None] * B_new[None, :]
-            write_state(
-                state, read, None, cursors, layer, slot, state_row, in_rows,
-                P, BP, N, WIDTH, READ, None,
-            )  # fmt: skip
-    if COMMIT:
-        if arrive(cursors, slot, tl.num_programs(0)):
-            if FLUSH:
-                if full:
-                    tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
-                tl.store(cursors.pos + slot, tl.where(full, 0, pos + 1).to(tl.int64))
-            else:
-                tl.store(cursors.pos + slot, (pos + 1).to(tl.int64))
 
 
 def decode(
@@ -163,7 +216,7 @@ def decode(
     Raises:
         ValueError: something has no kernel, or shapes disagree.
     """
-    return _launch(read, ring, policy, cursors, inputs, launch)
+    return _decode(read, ring, policy, cursors, inputs, launch)
 
 
 def step(
@@ -176,31 +229,39 @@ def step(
     *,
     layer: int,
     launch: Launch | None = None,
+    fold_launch: Launch | None = None,
 ) -> Tensor:
     """`decode`, then commit the token, then flush the rows whose ring it filled.
 
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
-    read copy. Other arguments, result and errors as in `decode` and `flush`.
+    read copy. `fold_launch` is for what rows that flush take. Other arguments, result and errors as
+    in `decode` and `flush`.
     """
     triton_launch.check_copies(policy, checkpoint, read_copy)
-    if read_copy is None:
-        return _launch(
+    if read_copy is not None:
+        out = _decode(read_copy, ring, policy, cursors, inputs, launch, commits=True)
+        parameters = {"A": inputs.A}
+        flush(
             checkpoint,
+            read_copy,
             ring,
             policy,
             cursors,
-            inputs,
-            launch,
-            commits=True,
-            flushes=True,
+            parameters,
             layer=layer,
+            launch=fold_launch,
         )
-    out = _launch(read_copy, ring, policy, cursors, inputs, launch, commits=True)
-    flush(checkpoint, read_copy, ring, policy, cursors, {"A": inputs.A}, layer=layer)
+        return out
+    last_slot = triton_launch.sizes(checkpoint, ring, cursors)["L"] - 1
+    due = list_due(cursors, last_slot)  # before the first kernel moves cursors
+    out = _decode(
+        checkpoint, ring, policy, cursors, inputs, launch, commits=True, excepted=last_slot
+    )
+    _decode_and_flush(checkpoint, ring, policy, cursors, inputs, fold_launch, due, out, layer)
     return out
 
 
-def _launch(
+def _decode(
     read: Quantized,
     ring: Mapping[str, Tensor],
     policy: PrecisionPolicy,
@@ -209,32 +270,69 @@ def _launch(
     launch: Launch | None,
     *,
     commits: bool = False,
-    flushes: bool = False,
-    layer: int = 0,
+    excepted: int | None = None,
 ) -> Tensor:
+    triton_launch.check_operand(policy)
+    rows = inputs.x.shape[0]
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
-    launch = launch or triton_launch.default_launch(
-        "step" if flushes else "decode", policy, sizes, inputs.x.shape[0]
-    )
+    launch = launch or triton_launch.default_launch("decode", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    decode_kernel[(triton_launch.tiles(sizes, launch), inputs.x.shape[0])](
+    decode_kernel[(triton_launch.tiles(sizes, launch), rows)](
         out,
         triton_launch.tokens(inputs),
         inputs.A,
         triton_launch.ring(ring),
         cursors,
         stored(read),
-        layer,
         **sizes,
-        READ=policy.checkpoint if flushes else triton_launch.reading(read),
+        READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
-        D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
+        D_PER_CHANNEL=_has_d_per_channel(inputs),
         COMMIT=commits,
-        FLUSH=flushes,
-        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
+        EXCEPT=excepted,
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16 if flushes else 1),
+        BL=triton_launch.slots(sizes, least=1),
         WIDTH=triton_launch.width(sizes, read),
         **launch.options(),
     )
     return out
+
+
+def _decode_and_flush(
+    state: Quantized,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    launch: Launch | None,
+    due: Tensor,
+    out: Tensor,
+    layer: int,
+) -> None:
+    sizes = triton_launch.sizes(state, ring, cursors, inputs, tokens=1)
+    launch = launch or triton_launch.default_launch("step", policy, sizes, inputs.x.shape[0])
+    tiles = triton_launch.tiles(sizes, launch)
+    decode_and_flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
+        out,
+        triton_launch.tokens(inputs),
+        inputs.A,
+        triton_launch.ring(ring),
+        cursors,
+        stored(state),
+        layer,
+        due,
+        **sizes,
+        TILES=tiles,
+        READ=policy.checkpoint,
+        RING=triton_launch.ring_storage(policy, ring),
+        D_PER_CHANNEL=_has_d_per_channel(inputs),
+        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
+        **launch.tile(sizes),
+        BL=triton_launch.slots(sizes, least=16),
+        WIDTH=triton_launch.width(sizes, state),
+        **launch.options(),
+    )
+
+
+def _has_d_per_channel(inputs: Mamba2Inputs) -> bool:
+    return inputs.D is not None and inputs.D.dim() == 2

@@ -5,7 +5,6 @@ Owns the flush kernel and its launcher. Legend: triton_tiles.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -25,55 +24,53 @@ from replayssm.ops.mamba2.triton_tiles import (
     write_state,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_tile
-from replayssm.ops.triton_common import Cursors, arrive, prefix_sums
+from replayssm.ops.quantize.tiles import load_codes, values_of
+from replayssm.ops.triton_common import Cursors, arrive, list_due, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit(do_not_specialize=["layer"])
 def flush_kernel(
     checkpoint, read_copy, layer,       # Stored; Stored or None
-    A, ring, cursors, rows,             # [H], Ring, Cursors, [B] which rows, or None: full ones
+    A, ring, cursors, due,              # [H], Ring, Cursors, from `list_due`
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    TILES: tl.constexpr, RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
-    LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a row / LOOP, B): rows that do not flush cost few programs."""
-    row = tl.program_id(1)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    pos = tl.load(cursors.pos + slot).to(tl.int32)
-    due = pos >= L if rows is None else tl.load(rows + row) != 0
-    if not due:
-        return
+    """Grid of any size: programs share the TILES of the rows that are due."""
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     n = tl.arange(0, WIDTH)
-    for i in range(LOOP):
+    work = tl.program_id(0)
+    end = tl.load(due) * TILES
+    while work < end:
+        row = tl.load(due + 1 + work // TILES)
+        slot = tl.load(cursors.slots + row).to(tl.int64)
         group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
-            tl.program_id(0) * LOOP + i, H, P, G, HEADS, BP
+            work % TILES, H, P, G, HEADS, BP
         )
         in_rows = None if EXACT else in_tile
         state_row = head_of * P + p
+        loaded = load_codes(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+        pos = tl.load(cursors.pos + slot).to(tl.int32)
+        rate = tl.load(A + head, mask=in_heads, other=0.0)
         ring_B = ring.B + slot * ring.B_slot + group * L * N + n
         ring_dt = ring.dt + slot * ring.dt_slot + head * L
         ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
-        state = load_tile(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
-        B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
         dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
+        B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
         x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
-        rate = tl.load(A + head, mask=in_heads, other=0.0)
         log_decay = prefix_sums(rate[None, :] * dt)
+        state = values_of(loaded, N, WIDTH, CHECKPOINT)
         state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
         write_state(
             state, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
             P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
         )  # fmt: skip
-    if arrive(cursors, slot, tl.num_programs(0)):
-        tl.store(cursors.pos + slot, 0)
-        tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+        if arrive(cursors, slot, TILES):
+            tl.store(cursors.pos + slot, 0)
+            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+        work += tl.num_programs(0)
 
 
 def flush(
@@ -108,17 +105,19 @@ def flush(
     triton_launch.check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
     launch = launch or triton_launch.default_launch("flush", policy, sizes, len(cursors.slots))
+    if rows is not None and rows.dtype == torch.bool:
+        rows = rows.view(torch.uint8)
     tiles = triton_launch.tiles(sizes, launch)
-    loop = math.gcd(launch.loop, tiles)
-    flush_kernel[(tiles // loop, cursors.slots.shape[0])](
+    flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
         parameters["A"],
         triton_launch.ring(ring),
         cursors,
-        rows if rows is None or rows.dtype != torch.bool else rows.view(torch.uint8),
+        list_due(cursors, sizes["L"], rows),
         **sizes,
+        TILES=tiles,
         RING=triton_launch.ring_storage(policy, ring),
         CHECKPOINT=policy.checkpoint,
         READ_COPY=policy.read_copy,
@@ -126,6 +125,5 @@ def flush(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
-        LOOP=loop,
         **launch.options(),
     )

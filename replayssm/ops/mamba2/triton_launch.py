@@ -20,7 +20,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
-from replayssm.ops.triton_common import Cursors, precision_of
+from replayssm.ops.triton_common import Cursors, precision_of, resident_programs
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -35,7 +35,9 @@ class Launch:
     Attributes:
         heads: heads of one group in a program's tile (1 for windows), a power of two.
         block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
-        loop: tiles a program works on in turn (flush, window).
+        loop: tiles a program works on in turn (window).
+        resident: programs a multiprocessor that share the tiles of the rows that are due (flush,
+            and what a step does of it).
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
     """
@@ -43,6 +45,7 @@ class Launch:
     heads: int = 1
     block_p: int
     loop: int = 1
+    resident: int = 8
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
@@ -73,8 +76,8 @@ class Launch:
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
 _TABLE = {
     "decode": {32: (128, 4, None), 16: (128, 4, None), 8: (128, 4, None), 4: (256, 4, None)},
-    "step": {32: (64, 8, 128), 16: (64, 8, 128), 8: (64, 8, None), 4: (64, 8, None)},
-    "flush": {32: (64, 8, None), 16: (64, 8, None), 8: (64, 8, None), 4: (64, 8, None)},
+    "step": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
+    "flush": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
 
@@ -99,9 +102,7 @@ def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: in
     if batch * sizes["H"] * sizes["P"] < _ENOUGH_TILES * rows:
         rows = 64
     heads = max(1, min(rows // block_p, heads_per_group))
-    # A flush follows every step of a policy with two copies: rows not due must cost little.
-    loop = 8 if kernel == "flush" else 1
-    return Launch(heads=heads, block_p=block_p, loop=loop, num_warps=num_warps, maxnreg=maxnreg)
+    return Launch(heads=heads, block_p=block_p, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def _needs_whole_heads(policy: PrecisionPolicy) -> bool:
@@ -114,6 +115,12 @@ def tiles(sizes: Sizes, launch: Launch) -> int:
     """Tiles of one row's state."""
     per_group = triton.cdiv(sizes["H"] // sizes["G"], launch.heads)
     return sizes["G"] * per_group * triton.cdiv(sizes["P"], launch.block_p)
+
+
+def programs(tiles: int, launch: Launch, cursors: Cursors) -> int:
+    """Programs that share the tiles of the rows that are due, at most one each."""
+    rows = cursors.slots.shape[0]
+    return min(rows * tiles, resident_programs(cursors.slots.device, launch.resident))
 
 
 def slots(sizes: Sizes, *, least: int) -> int:
@@ -184,9 +191,14 @@ def precision(policy: PrecisionPolicy, a: torch.dtype, b: torch.dtype) -> str:
     Raises:
         ValueError: the policy rounds operands.
     """
+    check_operand(policy)
+    return precision_of(a, b)
+
+
+def check_operand(policy: PrecisionPolicy) -> None:
+    """ValueError if the policy rounds the operands of products."""
     if policy.operand != "fp32":
         raise ValueError(f"operand {policy.operand!r} has no kernel, only 'fp32'")
-    return precision_of(a, b)
 
 
 def unscaled_dtype(read: Quantized) -> torch.dtype:
