@@ -273,7 +273,7 @@ class Lockstep:
         self._refresh(start - self.prompt_length)
         logits = self._stream.step(tokens[self._stream.source])
         if self._probe is not None:
-            self._probe.advance()
+            self._probe.advance(tokens.shape[1])
         logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
         return Window(start=start, tokens=tokens, targets=targets, logits=logits)
 
