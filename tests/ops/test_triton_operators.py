@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recurrence_cases import TINY, make_cache, make_inputs, make_update, take_tokens
+from recurrence_cases import TINY, make_cache, make_inputs, make_update, same_cache, take_tokens
 
 from replayssm.ops.triton_operators import OPERATORS, spelled
 from replayssm.policy import PRESETS, PrecisionPolicy, parse_policy
@@ -51,3 +51,19 @@ def test_opcheck(recurrence, kernel, policy):
     operator = getattr(OPERATORS[recurrence], kernel)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, given, test_utils=tests)
+
+
+@pytest.mark.parametrize("recurrence", OPERATORS)
+def test_torch_compile_takes_an_operator_whole(recurrence):
+    """No graph break, the same bits, and what is written in place is written."""
+    cache, inputs = arguments(recurrence, "fp16-sr@4", 1, 3)
+    other, text = cache.clone(), spelled(parse_policy("fp16-sr@4"))
+    operator = OPERATORS[recurrence].step
+
+    def call(tensors, inputs):
+        return 2 * operator(*tensors, inputs, text, 3)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got = compiled(list(cache.kernel_arguments.values()), inputs)
+    assert torch.equal(got, call(list(other.kernel_arguments.values()), inputs))
+    assert same_cache(cache, other) and other.flushes.tolist() == [2, 2]
