@@ -36,7 +36,7 @@ def test_every_named_policy_has_kernels(recurrence, policy):
         ("fp32:ring=fp8", "mamba2", "ring fp8: it has scales"),
         ("fp16:ring=int8", "gated_delta", "ring int8: it has scales"),
         ("fp32@65", "gated_delta", "ring length 65: the kernels go up to 64"),
-        ("fp32", "other", "recurrence other has no kernels; these have: mamba2, gated_delta"),
+        ("fp32", "other", "recurrence other has no kernels; these have: mamba2, gated_delta, kimi"),
     ],
 )
 def test_what_has_none_says_why(policy, recurrence, reason):
