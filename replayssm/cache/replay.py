@@ -11,7 +11,7 @@ a commit of numbers that only a GPU has, it must ask (`cursor`), which waits for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -145,6 +145,18 @@ class ReplayCache:
             known = torch.as_tensor(self.known).repeat(self.batch)[: self.batch]
             known[rows.cpu()] = torch.as_tensor(other.known)
             self.learn(known)
+
+    def restart(self, *, sequences: Sequence[int], seeds: Sequence[int]) -> None:
+        """Give every row to another sequence, with an empty ring and nothing counted, in place.
+
+        The state is the caller's to write.
+        """
+        for name, values in (("sequence", sequences), ("seed", seeds)):
+            getattr(self, name).copy_(torch.tensor(values, dtype=torch.int64))
+        for name in ("pos", "flushes", "saturated", "not_finite"):
+            getattr(self, name).zero_()
+        self.uncommitted, self.may_be_full = 0, False
+        self.emptied(None)
 
     def put_row(self, row: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrites one row, in place, with tensors named as in `state_dict`, without row axis."""

@@ -17,7 +17,7 @@ V: vocabulary.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from replayssm.models.kv_cache import Cache, cache_tensors, filled_cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.policy import PrecisionPolicy
+
+# A sixteenth of the lanes may stand free until they are refilled together.
+_LANES_PER_REFILL = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,12 +84,17 @@ class _Lane:
 
 @dataclass(kw_only=True)
 class _Row:
-    """A sequence on its way into a lane: its recurrent state by name, and its attention cache."""
+    """A sequence on its way into a lane, with its attention cache.
+
+    Its recurrent state is either FP32, one tensor a layer (`states`), from a prefill, of which
+    `logits` [V] are the last; or as stored under the policy, by name (`tensors`).
+    """
 
     lane: _Lane
-    tensors: dict[str, Tensor]
     cache: Cache
-    logits: Tensor | None  # [V] after the last token of the prompt, if that has been read
+    states: list[Tensor] | None = None
+    logits: Tensor | None = None
+    tensors: dict[str, Tensor] | None = None
 
 
 @torch.inference_mode()
@@ -127,25 +135,35 @@ def generate_many(
         prefills = prefills or PrefillCache(adapter, max_bytes=0, backend=backend)
         waiting = batch.prefilled(requests, prefills)
     sampler, stops = sampler or Sampler(), frozenset(stop_tokens)
+
+    def advance(running: list[_Lane], logits: Tensor) -> list[Completion]:
+        return _advance(running, logits, sampler, stops, policy)
+
+    more = True
     while True:
-        for place in batch.free():
-            for row in waiting:
-                if row.logits is None:
-                    done = []
-                else:
-                    done = _advance([row.lane], row.logits[None], sampler, stops, policy)
-                if not done:
-                    batch.start(place, row)
-                    break
-                yield done[0]
+        free = batch.free()
+        # Starting sequences costs about as much for many as for one.
+        while more and free and (len(free) >= batch.refill or not batch.busy()):
+            rows = list(islice(waiting, len(free)))
+            more = len(rows) == len(free)
+            chosen = [row for row in rows if row.logits is not None]
+            done = {}
+            if chosen:
+                logits = torch.stack([row.logits for row in chosen])
+                done = {c.index: c for c in advance([row.lane for row in chosen], logits)}
+            batch.start([row for row in rows if row.lane.index not in done])
+            yield from done.values()
+            free = batch.free()
         if not batch.busy():
             return
         logits = batch.step()
-        places = [place for place in batch.busy() if not batch.lanes[place].unread]
+        places = [p for p, lane in enumerate(batch.lanes) if lane is not None and not lane.unread]
         if not places:
             continue
+        if len(places) < len(batch.lanes):
+            logits = logits[places]
         running = [batch.lanes[place] for place in places]
-        for completion in _advance(running, logits[places], sampler, stops, policy):
+        for completion in advance(running, logits):
             batch.end(completion.index)
             yield completion
 
@@ -154,20 +172,21 @@ def _advance(
     running: list[_Lane], logits: Tensor, sampler: Sampler, stops: frozenset[int], policy
 ) -> list[Completion]:
     """Append the next token, chosen from `logits` [lanes, V], to each lane; those that end."""
-    finite = logits.isfinite().all(dim=-1)
-    if not bool(finite.all()):
-        lane = running[int((~finite).nonzero()[0])]
-        raise ValueError(
-            f"logits are not finite under policy {policy.label}: request {lane.index}, position "
-            f"{lane.position - 1}"
-        )
     chosen = sampler.choose(
         logits,
         prompts=[lane.request.sequence for lane in running],
         position=torch.tensor([lane.position - 1 for lane in running]),
     )
+    # Both at once: asking the device for a value is what a step waits for.
+    tokens, finite = torch.stack([chosen, logits.isfinite().all(dim=-1)]).tolist()
+    if not all(finite):
+        lane = running[finite.index(0)]
+        raise ValueError(
+            f"logits are not finite under policy {policy.label}: request {lane.index}, position "
+            f"{lane.position - 1}"
+        )
     done = []
-    for lane, token in zip(running, chosen.tolist(), strict=True):
+    for lane, token in zip(running, tokens, strict=True):
         finish = None
         if token in stops:
             finish = "stop_token"
@@ -187,6 +206,7 @@ class _Batch:
 
     def __init__(self, adapter: Adapter, policy: PrecisionPolicy, lanes: int, seed, backend):
         self.lanes: list[_Lane | None] = [None] * lanes
+        self.refill = max(1, lanes // _LANES_PER_REFILL)
         self._adapter, self._policy, self._seed, self._backend = adapter, policy, seed, backend
         self._session: ReplaySession | None = None
         self._cache: LaneCache | None = None
@@ -194,23 +214,21 @@ class _Batch:
     def free(self) -> list[int]:
         return [place for place, lane in enumerate(self.lanes) if lane is None]
 
-    def busy(self) -> list[int]:
-        return [place for place, lane in enumerate(self.lanes) if lane is not None]
+    def busy(self) -> bool:
+        return any(lane is not None for lane in self.lanes)
 
     # -- prompts -----------------------------------------------------------------------------------
     def prefilled(self, requests: Iterable[Request], prefills: PrefillCache) -> Iterator[_Row]:
         """Each request after its whole prompt has been prefilled, on its own."""
         for index, request in enumerate(requests):
             length = len(request.prompt)
-            stream = self._stream([request], length + request.max_new_tokens)
+            self._adapter.check_length(length + request.max_new_tokens)
             prompt, logits = prefills.run(request.prompt)
             self._open(prompt)
-            stream.continue_from(prompt)
-            lane = _Lane(index=index, request=request, position=length)
             yield _Row(
-                lane=lane,
-                tensors=_row_tensors(stream.session, 0),
-                cache=stream.cache,
+                lane=_Lane(index=index, request=request, position=length),
+                cache=prompt.cache,
+                states=[state for _, state in prompt.session.prefill_states()],
                 logits=logits,
             )
 
@@ -294,32 +312,42 @@ class _Batch:
         self._cache = LaneCache(self._adapter, prefilled.cache, lanes)
 
     # -- lanes -------------------------------------------------------------------------------------
-    def start(self, place: int, row: _Row) -> None:
-        """Put a sequence into lane `place`."""
-        self._session.put_row(place, row.tensors)
-        self._cache.put(place, row.cache)
-        self.lanes[place] = row.lane
+    def start(self, rows: Sequence[_Row]) -> None:
+        """Put sequences into the first free lanes."""
+        places = self.free()[: len(rows)]
+        fresh = [(place, row) for place, row in zip(places, rows, strict=True) if row.states]
+        if fresh:
+            self._session.load_rows(
+                [place for place, _ in fresh],
+                [row.states for _, row in fresh],
+                sequences=[row.lane.request.sequence for _, row in fresh],
+                seeds=[self._seed] * len(fresh),
+            )
+        for place, row in zip(places, rows, strict=True):
+            if row.tensors is not None:
+                self._session.put_row(place, row.tensors)
+            request = row.lane.request
+            room = len(request.prompt) + request.max_new_tokens
+            self._cache.put(place, row.cache, room=room)
+            self.lanes[place] = row.lane
 
     def end(self, index: int) -> None:
         """Free the lane of request `index`."""
-        place = next(p for p in self.busy() if self.lanes[p].index == index)
+        place = next(p for p, lane in enumerate(self.lanes) if lane and lane.index == index)
         self.lanes[place] = None
-        self._cache.clear(place)
 
     def step(self) -> Tensor:
         """Every lane reads its next token; logits [lanes, V], of free lanes meaningless."""
         tokens = [0] * len(self.lanes)
         positions = [0] * len(self.lanes)
-        for place in self.busy():
-            lane = self.lanes[place]
-            tokens[place] = lane.unread.pop(0) if lane.unread else lane.tokens[-1]
-            positions[place] = lane.position
-            lane.position += 1
-        device = self._adapter.device
+        for place, lane in enumerate(self.lanes):
+            if lane is not None:
+                tokens[place] = lane.unread.pop(0) if lane.unread else lane.tokens[-1]
+                positions[place] = lane.position
+                lane.position += 1
+        self._cache.seek(positions)
         with self._session:
-            return self._cache.step(
-                torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-            )
+            return self._cache.step(torch.tensor(tokens, device=self._adapter.device))
 
 
 def _row_tensors(session: ReplaySession, row: int) -> dict[str, Tensor]:

@@ -121,12 +121,17 @@ class Adapter:
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise UnsupportedInputError(f"tokens must be [rows, T >= 1], got {tuple(tokens.shape)}")
         kwargs = {self._cache_keyword: cache, "use_cache": True}
+        cursor = getattr(cache, "row_cursor", None)
         if self._takes_positions:
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-            kwargs["position_ids"] = positions[None]
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            # With a cursor, from the device: a captured graph is replayed at other positions.
+            first = start if cursor is None else cursor.past[:1]
+            kwargs["position_ids"] = (positions + first)[None]
         if last_only and self._takes_last_only:
             kwargs["logits_to_keep"] = 1
         logits = self.model(input_ids=tokens, **kwargs).logits
+        if cursor is not None:
+            cursor.advance(tokens.shape[1])
         return logits[:, -1:] if last_only else logits
 
     def fp32_head(self, forward) -> Callable[[Tensor], Tensor]:

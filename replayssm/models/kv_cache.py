@@ -5,6 +5,11 @@ text and many rows costs more than the model), and copying, repeating, saving an
 caches. Must not know recurrences, sessions or policies. Sliding-window layers stay the library's
 own.
 
+Two kinds of layers append: `AppendLayer`, all of whose rows have one length, which the host knows;
+and `RowLayer`, whose rows have lengths of their own, which are numbers on the device (a
+`RowCursor` shared by all layers of a cache). The second is what decoding uses on a GPU, and what
+rows of different lengths need anywhere.
+
 Shapes: B rows, HA attention heads, S tokens so far, D attention head dimension.
 """
 
@@ -21,7 +26,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from replayssm.models import attention
+
 _FIRST_CAPACITY = 64
+_MULTIPLE = 16
 
 
 class AppendLayer(DynamicLayer):
@@ -43,6 +51,7 @@ class AppendLayer(DynamicLayer):
         for stored, new in zip(self._storage, (key_states, value_states), strict=True):
             stored[..., past:total, :].copy_(new)
         self.keys, self.values = (stored[..., :total, :] for stored in self._storage)
+        attention.note_rows(None)
         return self.keys, self.values
 
     def set(self, keys: Tensor, values: Tensor) -> None:
@@ -50,6 +59,10 @@ class AppendLayer(DynamicLayer):
         self._storage = None
         self.lazy_initialization(keys, values)
         self.update(keys, values)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, [B, HA, S, D], as views."""
+        return self.keys, self.values
 
     @property
     def storage(self) -> tuple[Tensor, ...]:
@@ -74,6 +87,103 @@ class AppendLayer(DynamicLayer):
         self._storage = (grown[0], grown[1])
 
 
+class RowCursor:
+    """How many keys each row holds: `past` [B] int64, on the device; the most, on the host.
+
+    It stands still while a token is read by all layers, and moves after the last.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.past = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tokens = 0
+        self.bound: int | None = None
+
+    def advance(self, tokens: int) -> None:
+        """Every row has read `tokens` more. While a graph is captured, the host stays behind."""
+        self.past.add_(tokens)
+        if not (self.past.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.tokens += tokens
+
+    def seek(self, tokens: int) -> None:
+        """Every row holds `tokens`."""
+        self.past.fill_(tokens)
+        self.tokens = tokens
+
+    def most_keys(self, tokens: int) -> int:
+        """At least the keys of any row once `tokens` more are there: `bound`, if that is set, which
+        a graph needs to serve later positions, too.
+        """
+        most = self.tokens + tokens
+        assert self.bound is None or most <= self.bound, (most, self.bound)
+        return self.bound or most
+
+
+class RowLayer(AppendLayer):
+    """Keys and values of rows that stand at `cursor`."""
+
+    def __init__(self, capacity: int, cursor: RowCursor):
+        super().__init__(capacity)
+        self.cursor = cursor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Append [B, HA, T, D] behind each row's own; returns views of as much storage as the
+        longest row needs (or the cursor's bound), and notes for `attend` which part is whose.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[-2]
+        self.reserve(self.cursor.tokens + tokens, (key_states, value_states))
+        keys, values = self._storage
+        past = self.cursor.past
+        if attention.runs_kernel(keys.device):
+            from replayssm.ops.attention.triton_attention import append
+
+            append(keys, values, (key_states, value_states), past)
+        else:
+            row = torch.arange(len(past))[:, None]
+            slot = past[:, None] + torch.arange(tokens)
+            for stored, new in ((keys, key_states), (values, value_states)):
+                stored[row, :, slot] = new.transpose(1, 2)
+        attention.note_rows(self.cursor)
+        # Latent attention projects what it is given: a multiple, for equal rows to get equal bits.
+        most = -(-self.cursor.most_keys(tokens) // _MULTIPLE) * _MULTIPLE
+        return keys[..., :most, :], values[..., :most, :]
+
+    def reserve(self, tokens: int, like: tuple[Tensor, Tensor] | None = None) -> None:
+        """Have room for `tokens` in every row; `like`: keys and values, where nothing is held."""
+        held = self._storage
+        if held is not None:
+            capacity = held[0].shape[-2]
+            if tokens <= capacity:
+                return
+            tokens, like = max(tokens, capacity * 3 // 2), held
+        capacity = -(-max(tokens, self._capacity) // _MULTIPLE) * _MULTIPLE
+        self._storage = tuple(t.new_empty(*t.shape[:-2], capacity, t.shape[-1]) for t in like)
+        if held is not None:
+            for old, storage in zip(held, self._storage, strict=True):
+                storage[..., : old.shape[-2], :] = old
+
+    def set(self, keys: Tensor, values: Tensor) -> None:
+        """Replace the contents by copies of `keys` and `values` [B, HA, S, D]. (The cursor is the
+        cache's to move.)
+        """
+        self.lazy_initialization(keys, values)
+        self.reserve(keys.shape[-2], (keys, values))
+        for storage, new in zip(self._storage, (keys, values), strict=True):
+            storage[..., : new.shape[-2], :] = new
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        keys, values = self._storage
+        return keys[..., : self.cursor.tokens, :], values[..., : self.cursor.tokens, :]
+
+    def get_seq_length(self) -> int:
+        return 0 if self._storage is None else self.cursor.tokens
+
+    def seek(self, tokens: int) -> None:
+        assert tokens <= self._storage[0].shape[-2], "beyond the capacity"
+        self.cursor.seek(tokens)
+
+
 class HybridAppendLayer(LinearAttentionAndFullAttentionLayer, AppendLayer):
     """A layer with both a recurrence and full attention (falcon_h1, zamba2)."""
 
@@ -86,14 +196,37 @@ class HybridAppendLayer(LinearAttentionAndFullAttentionLayer, AppendLayer):
         return AppendLayer.update(self, key_states, value_states)
 
 
-def new_cache(config, *, capacity: int = 0) -> Cache:
-    """An empty cache for this (text) configuration, `capacity` tokens preallocated."""
+class HybridRowLayer(LinearAttentionAndFullAttentionLayer, RowLayer):
+    """The same with a length for each row."""
+
+    def __init__(self, capacity: int, cursor: RowCursor, number_of_states: int = 1):
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self._capacity, self._storage, self.cursor = capacity, None, cursor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        return RowLayer.update(self, key_states, value_states)
+
+
+def new_cache(config, *, capacity: int = 0, cursor: RowCursor | None = None) -> Cache:
+    """An empty cache for this (text) configuration, `capacity` tokens preallocated.
+
+    With `cursor`, its layers are `RowLayer`s, and it is the cache's attribute `row_cursor` (None
+    otherwise, and where there is no attention).
+    """
     cache = DynamicCache(config=config)
+    cache.row_cursor = None
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = AppendLayer(capacity)
-        elif type(layer) is LinearAttentionAndFullAttentionLayer:
-            cache.layers[index] = HybridAppendLayer(capacity, layer.number_of_states)
+        hybrid = type(layer) is LinearAttentionAndFullAttentionLayer
+        if not hybrid and type(layer) is not DynamicLayer:
+            continue
+        states = (layer.number_of_states,) if hybrid else ()
+        if cursor is None:
+            kind = HybridAppendLayer if hybrid else AppendLayer
+            cache.layers[index] = kind(capacity, *states)
+        else:
+            kind = HybridRowLayer if hybrid else RowLayer
+            cache.layers[index] = kind(capacity, cursor, *states)
+            cache.row_cursor = cursor
     return cache
 
 
@@ -102,7 +235,9 @@ def cache_tensors(cache: Cache) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and layer.get_seq_length() > 0:
-            tensors[f"{index}.keys"], tensors[f"{index}.values"] = layer.keys, layer.values
+            appends = isinstance(layer, AppendLayer)
+            keys, values = layer.held() if appends else (layer.keys, layer.values)
+            tensors[f"{index}.keys"], tensors[f"{index}.values"] = keys, values
             if isinstance(layer, DynamicSlidingWindowLayer):
                 tensors[f"{index}.seen"] = torch.tensor(layer.cumulative_length)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -113,10 +248,26 @@ def cache_tensors(cache: Cache) -> dict[str, Tensor]:
 
 
 def filled_cache(
-    config, tensors: dict[str, Tensor], *, rows: Sequence[int], capacity: int = 0
+    config,
+    tensors: dict[str, Tensor],
+    *,
+    rows: Sequence[int],
+    capacity: int = 0,
+    cursor: RowCursor | None = None,
 ) -> Cache:
-    """A cache whose row r holds copies of row `rows[r]` of `tensors` (from `cache_tensors`)."""
-    cache = new_cache(config, capacity=capacity)
+    """A cache whose row r holds copies of row `rows[r]` of `tensors` (from `cache_tensors`).
+
+    Without `cursor` it makes one on a GPU, where rows may have lengths of their own, unless a
+    person chose another attention function or spread the layers over several GPUs.
+    """
+    keys = [tensor for name, tensor in tensors.items() if name.endswith(".keys")]
+    devices = {tensor.device for tensor in keys}
+    if cursor is None and len(devices) == 1 and attention.is_ours(config):
+        (device,) = devices
+        if attention.runs_kernel(device):
+            cursor = RowCursor(len(rows), device)
+            cursor.seek(keys[0].shape[-2])
+    cache = new_cache(config, capacity=capacity, cursor=cursor)
     for index, layer in enumerate(cache.layers):
         keys = tensors.get(f"{index}.keys")
         if keys is not None:

@@ -282,6 +282,27 @@ class ReplaySession:
                 row, {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             )
 
+    def load_rows(
+        self,
+        rows: Sequence[int],
+        states: Sequence[Sequence[Tensor]],
+        *,
+        sequences: Sequence[int],
+        seeds: Sequence[int],
+    ) -> None:
+        """Start new sequences in `rows` of the only group, in place, as at a hand-over.
+
+        states: for each row, the FP32 state of every layer, [1, H, P, N] (from `prefill_states`).
+        """
+        assert self.decoding and len(self.groups) == 1
+        index = torch.tensor(rows)
+        for layer, state in enumerate(self._layers):
+            cache = state.caches[0]
+            part = cache.select(index)
+            part.restart(sequences=sequences, seeds=seeds)
+            state.updates[0].load(part, torch.cat([row[layer] for row in states]))
+            cache.assign(index, part)
+
     def replayed(self, tokens: int) -> None:
         """Say that a captured graph of one forward pass over `tokens` tokens was replayed.
 

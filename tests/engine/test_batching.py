@@ -8,7 +8,7 @@ from replayssm.engine import batching
 from replayssm.engine.batching import Request, generate_many
 from replayssm.engine.decode import generate
 from replayssm.engine.sampling import Sampler
-from replayssm.models import Adapter
+from replayssm.models import Adapter, attention
 from replayssm.policy import parse_policy
 
 FP32 = parse_policy("fp32@4")
@@ -87,6 +87,37 @@ def test_lanes_generate_what_plain_decode_generates(name):
             max_new_tokens=request.max_new_tokens,
         )
         assert got[request.sequence][0] == alone.tokens
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_lanes_compute_what_the_model_itself_computes(name, logits_seen):
+    """The library's own forward over prompt and answer: logits, not just the best token."""
+    adapter = Adapter(tiny_model(name))
+    asked = requests(3, seed=6)
+    got = run(adapter, asked, lanes=8)
+    for request in asked:
+        text = [*request.prompt, *got[request.sequence][0]]
+        with torch.inference_mode():
+            want = adapter.model(torch.tensor([text])).logits[0]
+        for position in range(len(request.prompt), len(text)):
+            row = logits_seen[request.sequence, position]
+            assert torch.allclose(row, want[position - 1], atol=1e-3 * float(want.std()))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_attention_by_kernel_depends_on_the_row_only(logits_seen, monkeypatch):
+    """The GPU's path, in the interpreter: other neighbours, another order, another storage."""
+    triton = pytest.importorskip("triton")
+    if triton.__version__.startswith("3.6"):
+        pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
+    monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
+    adapter, asked = Adapter(tiny_model("qwen3_5")), requests(9, seed=3)
+    first = run(adapter, asked)
+    kept = dict(logits_seen)
+    logits_seen.clear()
+    again = run(adapter, asked[:3:-1])
+    assert again == {key: first[key] for key in again}
+    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1"])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_models import random_tokens
 
-from replayssm.models import Adapter, ReplaySession, RowGroup
-from replayssm.models.attention import NAME, attend, shared_key_attention
+from replayssm.models import Adapter, ReplaySession, RowGroup, attention
+from replayssm.models.attention import NAME, attend, note_rows, shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.kv_cache import RowCursor, RowLayer
 from replayssm.models.threads import MOST_THREADS, few_threads
 from replayssm.policy import parse_policy
 
@@ -37,6 +38,74 @@ def test_attend_equals_float64(heads, tokens):
     if tokens == 1:
         unmasked, _ = attend(None, query, key, value, None, scaling=0.3)
         assert torch.allclose(unmasked, got, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_rows_of_different_lengths(kernel, monkeypatch):
+    """Each over its own keys; what lies beyond is not even looked at."""
+    if kernel:
+        needs_interpreter()
+        monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
+    cursor = RowCursor(3, torch.device("cpu"))
+    layer = RowLayer(40, cursor)
+    held = torch.randn(2, 3, 2, 20, 16)
+    layer.set(*held)
+    for storage in layer.storage:
+        storage[..., 20:, :] = float("nan")
+    lengths = [4, 20, 11]
+    cursor.past.copy_(torch.tensor(lengths))
+    cursor.tokens = 20
+    new = torch.randn(2, 3, 2, 1, 16)
+    query = torch.randn(3, 4, 1, 16)
+    got, _ = attend(None, query, *layer.update(*new), None, scaling=0.3)
+    for row, length in enumerate(lengths):
+        keys, values = (
+            torch.cat([old[row : row + 1, :, :length], fresh[row : row + 1]], dim=2)
+            for old, fresh in zip(held, new, strict=True)
+        )
+        want = naive(query[row : row + 1], keys, values, None, 0.3)
+        assert torch.allclose(got[row : row + 1].double(), want, atol=1e-5)
+
+
+def test_what_is_noted_is_for_one_call():
+    cursor = RowCursor(1, torch.device("cpu"))
+    q = torch.randn(1, 1, 1, 16)
+    note_rows(cursor)
+    first, _ = attend(None, q, torch.cat([q, q], 2), torch.cat([q, 2 * q], 2), None)
+    second, _ = attend(None, q, torch.cat([q, q], 2), torch.cat([q, 2 * q], 2), None)
+    assert torch.equal(first, q) and not torch.equal(second, q)
+
+
+def needs_interpreter():
+    import triton
+
+    if not torch.cuda.is_available() and triton.__version__.startswith("3.6"):
+        pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "kimi_linear"])
+def test_lockstep_by_kernel(name, tiny_model, monkeypatch):
+    """What runs on a GPU, in the interpreter: the same numbers, and equal rows bit for bit."""
+    needs_interpreter()
+    from replayssm.engine.lockstep import Arm, Lockstep
+
+    arms = [
+        Arm(label="reference", policy=parse_policy("fp32@4"), kind="reference"),
+        Arm(label="coarse", policy=parse_policy("nvfp4@4")),
+        Arm(label="twin", policy=parse_policy("fp32@4")),
+    ]
+    text = random_tokens(2, 21)
+    runs = []
+    for kernel in (False, True):
+        if kernel:
+            monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
+        engine = Lockstep(Adapter(tiny_model(name)), arms, window=4)
+        engine.start(text[:, :9], tokens=12)
+        runs.append(torch.cat([w.logits.clone() for w in engine.read(text[:, 9:])], dim=2))
+    cpu, kernel = runs
+    assert torch.equal(kernel[0], kernel[2])
+    assert torch.allclose(kernel[0], cpu[0], atol=1e-4 * float(cpu.std()))
 
 
 def test_what_it_does_not_compute_is_refused():

@@ -20,12 +20,13 @@ elif triton.__version__.startswith("3.6"):
 
 
 def tensors(rows, shape, past, capacity, *, dtype=torch.float32, seed=0):
-    """(query, keys, values, past): heads (HQ, HK), tokens, width = shape."""
-    (query_heads, heads), tokens, width = shape
+    """(query, keys, values, past): heads (HQ, HK), tokens, width, width of values = shape."""
+    (query_heads, heads), tokens, width, value_width = shape
     draw = torch.Generator().manual_seed(seed)
     # As a model makes them: heads are split off the last axis, then swapped with tokens.
     query = torch.randn(rows, tokens, query_heads, width, generator=draw).transpose(1, 2)
-    keys, values = torch.randn(2, rows, heads, capacity, width, generator=draw)
+    keys = torch.randn(rows, heads, capacity, width, generator=draw)
+    values = torch.randn(rows, heads, capacity, value_width, generator=draw)
     for row, length in enumerate(past):
         keys[row, :, length + tokens :] = values[row, :, length + tokens :] = float("nan")
     tensors = [tensor.to(DEVICE, dtype) for tensor in (query, keys, values)]
@@ -46,11 +47,12 @@ def naive(query, keys, values, past, scale):
 
 
 SHAPES = {
-    "window": ((4, 1), 16, 64),
-    "token": ((4, 2), 1, 16),
-    "odd width": ((2, 2), 3, 80),
-    "odd group": ((6, 2), 5, 32),
-    "long prompt": ((4, 2), 70, 16),
+    "window": ((4, 1), 16, 64, 64),
+    "token": ((4, 2), 1, 16, 16),
+    "odd width": ((2, 2), 3, 80, 80),
+    "two widths": ((2, 2), 4, 24, 8),
+    "odd group": ((6, 2), 5, 32, 32),
+    "long prompt": ((4, 2), 70, 16, 16),
 }
 
 
@@ -61,7 +63,7 @@ def test_equals_float64_at_every_length(shape, split, monkeypatch):
     past = [0, 5, 63, 64, 130]
     given = tensors(5, shape, past, 210)
     got = attend(*given, scale=0.3, most_keys=201)
-    assert got.shape == (5, shape[1], shape[0][0], shape[2]) and got.is_contiguous()
+    assert got.shape == (5, shape[1], shape[0][0], shape[3]) and got.is_contiguous()
     assert torch.allclose(got.double(), naive(*given, 0.3), atol=2e-6)
 
 
@@ -101,10 +103,10 @@ def test_one_length_for_all_rows():
     assert torch.equal(each, attend(query, keys, values, past[:1], scale=1.0, most_keys=36))
 
 
-@pytest.mark.parametrize("width", [64, 80])
-def test_append_writes_its_slots_only(width):
-    keys, values = torch.zeros(2, 3, 2, 20, width, device=DEVICE)
-    new = [torch.randn(3, 5, 2, width, device=DEVICE).transpose(1, 2) for _ in range(2)]
+@pytest.mark.parametrize("widths", [(64, 64), (80, 24), (24, 80)])
+def test_append_writes_its_slots_only(widths):
+    keys, values = (torch.zeros(3, 2, 20, width, device=DEVICE) for width in widths)
+    new = [torch.randn(3, 5, 2, width, device=DEVICE).transpose(1, 2) for width in widths]
     append(keys, values, tuple(new), torch.tensor([0, 7, 15], device=DEVICE))
     for stored, fresh in zip((keys, values), new, strict=True):
         for row, at in enumerate((0, 7, 15)):
@@ -118,5 +120,5 @@ def test_what_it_does_not_compute_is_refused():
     query, keys, values, past = tensors(1, SHAPES["token"], [3], 8)
     with pytest.raises(ValueError, match="dtypes must be the same"):
         attend(query, keys.half(), values, past, scale=1.0, most_keys=4)
-    with pytest.raises(ValueError, match="width of the queries"):
+    with pytest.raises(ValueError, match="as wide as queries"):
         attend(query, keys[..., :8], values[..., :8], past, scale=1.0, most_keys=4)

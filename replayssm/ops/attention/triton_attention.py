@@ -15,7 +15,8 @@ terms for each operand); of 16-bit tensors, the probabilities are rounded to the
 usual kernels do.
 
 Legend: B rows, HQ query heads, HK key heads, r = HQ/HK (SHARED), T new tokens, S keys that fit,
-D head dimension. Query i of a key head is token i % T of its query head i // T.
+D dimension of queries and keys, DV of values. Query i of a key head is token i % T of its query
+head i // T.
 """
 
 import math
@@ -36,24 +37,26 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def append(keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor], past: Tensor) -> None:
-    """Writes `new` keys and values [B, HK, T, D] at slots past .. past+T-1 of each row, in place.
+    """Writes `new` keys [B, HK, T, D] and values [B, HK, T, DV] at slots past .. past+T-1 of each
+    row, in place.
 
-    keys, values: [B, HK, S, D] contiguous. past: [B] or [1], integers on the device; past + T <= S
-    is the caller's to see to.
+    keys, values: [B, HK, S, D or DV], contiguous. past: [B] or [1], integers on the device;
+    past + T <= S is the caller's to see to.
     """
-    rows, heads, tokens, width = new[0].shape
-    block = triton.next_power_of_2(width)
-    for stored, fresh in zip((keys, values), new, strict=True):
-        assert stored.is_contiguous() and fresh.shape == new[0].shape and fresh.stride(3) == 1
+    new_keys, new_values = map(_dense, new)
+    rows, heads, tokens, width = new_keys.shape
+    value_width = new_values.shape[3]
+    assert keys.is_contiguous() and values.is_contiguous()
     _append_kernel[(rows * heads, tokens)](
-        *(keys, values, *new, past),
-        *new[0].stride()[:3],
-        *new[1].stride()[:3],
+        *(keys, values, new_keys, new_values, past),
+        *new_keys.stride()[:3],
+        *new_values.stride()[:3],
         _row_stride(past, rows),
         heads,
         keys.shape[2],
         D=width,
-        BD=block,
+        DV=value_width,
+        BLOCK=triton.next_power_of_2(max(width, value_width)),
         num_warps=1,
     )
 
@@ -61,41 +64,42 @@ def append(keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor], past: Tenso
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, scale: float, most_keys: int
 ) -> Tensor:
-    """Token t of row b attends over its first past[b] + t + 1 keys; returns [B, T, HQ, D].
+    """Token t of row b attends over its first past[b] + t + 1 keys; returns [B, T, HQ, DV].
 
     Args:
-        query: [B, HQ, T, D], any strides.
-        keys, values: [B, HK, S, D]; slots from past + T on may hold anything.
+        query: [B, HQ, T, D].
+        keys: [B, HK, S, D]. values: [B, HK, S, DV]. Slots from past + T on may hold anything.
         past: [B] or [1], integers on the device.
         scale: factor on the products of queries and keys.
         most_keys: at least every past + T, at most S: how much work is launched.
     """
+    query, keys, values = map(_dense, (query, keys, values))
     rows, query_heads, tokens, width = query.shape
-    heads = keys.shape[1]
+    heads, value_width = keys.shape[1], values.shape[3]
     if query.dtype not in DTYPES or keys.dtype != query.dtype or values.dtype != query.dtype:
         raise ValueError(
             f"attention of {query.dtype} over {keys.dtype} and {values.dtype}: dtypes must be the "
             f"same, one of {', '.join(map(str, DTYPES))}"
         )
-    if keys.shape != values.shape or keys.shape[3] != width:
+    if keys.shape[:3] != values.shape[:3] or keys.shape[3] != width:
         raise ValueError(
             f"queries {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}: "
-            "keys and values must have one shape, and the width of the queries"
+            "there must be a value for every key, and keys as wide as queries"
         )
-    if width > MAX_WIDTH:
-        raise ValueError(f"heads of {width}: at most {MAX_WIDTH} wide")
-    assert all(tensor.stride(3) == 1 for tensor in (query, keys, values))
+    if max(width, value_width) > MAX_WIDTH:
+        raise ValueError(f"heads of {width} and {value_width}: at most {MAX_WIDTH} wide")
     assert tokens <= most_keys <= keys.shape[2], (tokens, most_keys, keys.shape[2])
     queries = query_heads // heads * tokens
     split = SPLIT if queries <= _MOST_QUERIES_SPLIT else most_keys
     splits = triton.cdiv(most_keys, split)
-    out = query.new_empty(rows, tokens, query_heads, width)
+    out = query.new_empty(rows, tokens, query_heads, value_width)
     partial, sums = out, out
     if splits > 1:
-        partial = out.new_empty(rows * heads, splits, queries, width, dtype=torch.float32)
+        partial = out.new_empty(rows * heads, splits, queries, value_width, dtype=torch.float32)
         sums = partial.new_empty(rows * heads, splits, queries)
-    sizes = dict(SHARED=query_heads // heads, D=width, BD=max(16, triton.next_power_of_2(width)))
-    block, options = _launch(queries, sizes["BD"], query.dtype)
+    blocks = [max(16, triton.next_power_of_2(n)) for n in (width, value_width)]
+    values_of = dict(SHARED=query_heads // heads, DV=value_width, BDV=blocks[1])
+    block, options = _launch(queries, max(blocks), query.dtype)
     # Blocks of queries side by side: they read the same keys.
     grid = (rows * heads * triton.cdiv(queries, block["BQ"]), splits)
     _attend_kernel[grid](
@@ -108,14 +112,21 @@ def attend(
         *(heads, tokens, split),
         WHOLE=splits == 1,
         PRECISION=_precision(query.dtype),
-        **sizes,
+        D=width,
+        BD=blocks[0],
+        **values_of,
         **block,
         **options,
     )
     if splits > 1:
         grid = (rows * heads, triton.cdiv(queries, 16))
-        _join_kernel[grid](partial, sums, out, heads, tokens, splits, BQ=16, **sizes)
+        _join_kernel[grid](partial, sums, out, heads, tokens, splits, BQ=16, **values_of)
     return out
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, its last axis contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _row_stride(past: Tensor, rows: int) -> int:
@@ -152,17 +163,16 @@ def _launch(queries: int, width: int, dtype: torch.dtype) -> tuple[dict, dict]:
 def _append_kernel(
     keys, values, new_keys, new_values, past,
     k_row, k_head, k_token, v_row, v_head, v_token, past_row, heads, slots,
-    D: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, head, token = pair // heads, pair % heads, tl.program_id(1)
-    d = tl.arange(0, BD)
-    slot = tl.load(past + row * past_row).to(tl.int64) + token
-    to = (pair * slots + slot) * D + d
+    d = tl.arange(0, BLOCK)
+    to = pair * slots + tl.load(past + row * past_row) + token
     k = tl.load(new_keys + row * k_row + head * k_head + token * k_token + d, mask=d < D)
-    v = tl.load(new_values + row * v_row + head * v_head + token * v_token + d, mask=d < D)
-    tl.store(keys + to, k, mask=d < D)
-    tl.store(values + to, v, mask=d < D)
+    v = tl.load(new_values + row * v_row + head * v_head + token * v_token + d, mask=d < DV)
+    tl.store(keys + to * D + d, k, mask=d < D)
+    tl.store(values + to * DV + d, v, mask=d < DV)
 
 
 @triton.jit
@@ -171,19 +181,19 @@ def _attend_kernel(
     q_row, q_head, q_token, k_row, k_head, k_key, v_row, v_head, v_key, past_row,
     heads, tokens, split_keys,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(SHARED * tokens, BQ)
     pair, split = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)
     row, head = pair // heads, pair % heads
     i, d = tl.program_id(0) % blocks * BQ + tl.arange(0, BQ), tl.arange(0, BD)
     token, shared = i % tokens, i // tokens
-    valid = (i < SHARED * tokens)[:, None] & (d < D)[None, :]
+    valid = (i < SHARED * tokens)[:, None]
     head_of = head * SHARED + shared
     before = tl.load(past + row * past_row).to(tl.int32)
     q = tl.load(
         query + row * q_row + head_of[:, None] * q_head + token[:, None] * q_token + d[None, :],
-        mask=valid,
+        mask=valid & (d < D)[None, :],
         other=0.0,
     )
     keys += row * k_row + head * k_head
@@ -195,38 +205,40 @@ def _attend_kernel(
     part = first + tl.maximum(tl.minimum(end, before + 1) - first, 0) // BN * BN
     top = tl.full((BQ,), float("-inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
-    mean = tl.zeros((BQ, BD), tl.float32)
+    mean = tl.zeros((BQ, BDV), tl.float32)
     for start in range(first, part, BN):
         top, total, mean = _fold(
             q, keys, values, start, seen, end, top, total, mean, scale, k_key, v_key,
-            D, BD, BN, False, PRECISION,
+            D, DV, BD, BDV, BN, False, PRECISION,
         )  # fmt: skip
     for start in range(part, end, BN):
         top, total, mean = _fold(
             q, keys, values, start, seen, end, top, total, mean, scale, k_key, v_key,
-            D, BD, BN, True, PRECISION,
+            D, DV, BD, BDV, BN, True, PRECISION,
         )  # fmt: skip
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
     if WHOLE:
-        to = ((row * tokens + token) * heads * SHARED + head_of) * D
+        to = ((row * tokens + token) * heads * SHARED + head_of) * DV
     else:
         at = (pair * tl.num_programs(1) + split) * SHARED * tokens + i
         # Nothing seen: log2(0) = -inf, and the stretch has no weight.
         tl.store(sums + at, top + tl.log2(total), mask=i < SHARED * tokens)
-        to = at * D
-    tl.store(out + to[:, None] + d[None, :], mean.to(out.dtype.element_ty), mask=valid)
+        to = at * DV
+    dv = tl.arange(0, BDV)
+    valid &= (dv < DV)[None, :]
+    tl.store(out + to[:, None] + dv[None, :], mean.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _fold(
     q, keys, values, start, seen, end, top, total, mean, scale, k_key, v_key,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the running maximum [Q], sum of weights [Q] and sum of values."""
     key = start + tl.arange(0, BN)
     k = _block(keys, key, k_key, end, D, BD, MASKED)
-    v = _block(values, key, v_key, end, D, BD, MASKED)
+    v = _block(values, key, v_key, end, DV, BDV, MASKED)
     score = tl.zeros((q.shape[0], BN), tl.float32)
     score = _product(q, tl.trans(k), score, PRECISION) * scale
     if MASKED:
@@ -269,21 +281,21 @@ def _product(a, b, accumulator, PRECISION: tl.constexpr):
 @triton.jit
 def _join_kernel(
     partial, sums, out, heads, tokens, splits,
-    SHARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr,
+    SHARED: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Stretches in order; one that has no weight changes no bit of the others' mean."""
     pair = tl.program_id(0).to(tl.int64)
     row, head = pair // heads, pair % heads
-    i, d = tl.program_id(1) * BQ + tl.arange(0, BQ), tl.arange(0, BD)
+    i, d = tl.program_id(1) * BQ + tl.arange(0, BQ), tl.arange(0, BDV)
     queries = SHARED * tokens
-    valid = (i < queries)[:, None] & (d < D)[None, :]
+    valid = (i < queries)[:, None] & (d < DV)[None, :]
     top = tl.full((BQ,), float("-inf"), tl.float32)
     total = tl.zeros((BQ,), tl.float32)
-    mean = tl.zeros((BQ, BD), tl.float32)
+    mean = tl.zeros((BQ, BDV), tl.float32)
     for split in range(splits):
         at = (pair * splits + split) * queries + i
         x = tl.load(sums + at, mask=i < queries, other=float("-inf"))
-        value = tl.load(partial + at[:, None] * D + d[None, :], mask=valid, other=0.0)
+        value = tl.load(partial + at[:, None] * DV + d[None, :], mask=valid, other=0.0)
         new_top = tl.maximum(top, x)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         old, new = tl.exp2(top - shift), tl.exp2(x - shift)
@@ -291,5 +303,5 @@ def _join_kernel(
         mean = mean * old[:, None] + value * new[:, None]
         top = new_top
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = ((row * tokens + i % tokens) * heads * SHARED + head * SHARED + i // tokens) * D
+    to = ((row * tokens + i % tokens) * heads * SHARED + head * SHARED + i // tokens) * DV
     tl.store(out + to[:, None] + d[None, :], mean.to(out.dtype.element_ty), mask=valid)
