@@ -37,6 +37,7 @@ PLAIN = {
 TINY = {
     "mamba2": dict(num_heads=2, head_dim=16, n_groups=1, d_state=32),
     "gated_delta": dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
+    "kimi_delta": dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
 }
 
 

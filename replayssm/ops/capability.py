@@ -17,10 +17,12 @@ from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.policy import PrecisionPolicy, Storage
 
 BACKENDS = ("auto", "reference", "triton")
-KERNELS = ("mamba2", "gated_delta")  # recurrences that have them
+# Recurrences that have them, and their longest rings: a decay per key channel takes K times the
+# registers and shared memory.
+MAX_RING_LEN = {"mamba2": 64, "gated_delta": 64, "kimi_delta": 32}
+KERNELS = tuple(MAX_RING_LEN)
 
 MAX_TOKENS = 32  # of one window
-MAX_RING_LEN = 64
 MAX_ROWS = MAX_COLS = 256  # of one head's state
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of inputs kept as they arrive
 LEAST_CAPABILITY = (8, 0)
@@ -90,8 +92,9 @@ def no_kernel(
             return f"storage {storage.label}: scale axis {fmt.scale_axis}; kernels: contracted"
     if isinstance(policy.ring, Storage) and (why := _no_ring(recurrence, policy.ring)):
         return f"ring {policy.ring.label}: {why}"
-    if policy.ring_len > MAX_RING_LEN:
-        return f"ring length {policy.ring_len}: the kernels go up to {MAX_RING_LEN}"
+    most = MAX_RING_LEN[recurrence]
+    if policy.ring_len > most:
+        return f"ring length {policy.ring_len}: the kernels of {recurrence} go up to {most}"
     for name, size, most in (("rows", rows, MAX_ROWS), ("columns", cols, MAX_COLS)):
         if size is not None and size > most:
             return f"{size} {name} in a head's state: the kernels go up to {most}"

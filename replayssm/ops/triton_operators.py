@@ -32,6 +32,10 @@ from replayssm.ops.gated_delta import triton_decode as delta_decode
 from replayssm.ops.gated_delta import triton_flush as delta_flush
 from replayssm.ops.gated_delta import triton_window as delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
+from replayssm.ops.kimi_delta import triton_decode as kimi_decode
+from replayssm.ops.kimi_delta import triton_flush as kimi_flush
+from replayssm.ops.kimi_delta import triton_window as kimi_window
+from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.mamba2 import triton_decode as mamba2_decode
 from replayssm.ops.mamba2 import triton_flush as mamba2_flush
 from replayssm.ops.mamba2 import triton_window as mamba2_window
@@ -43,6 +47,7 @@ from replayssm.policy import PrecisionPolicy
 _RINGS = {
     "mamba2": (("x", "B", "dt"), "x", "B"),
     "gated_delta": (("k", "g", "u", "v", "beta"), "u", "k"),
+    "kimi_delta": (("k", "g", "u", "v", "beta"), "u", "k"),
 }
 
 
@@ -204,6 +209,16 @@ OPERATORS = {
             step=delta_decode.step,
             window=delta_window.window,
             flush=delta_flush.flush,
+        ),
+    ),
+    "kimi_delta": _register(
+        "kimi_delta",
+        KimiDeltaInputs,
+        SimpleNamespace(
+            decode=kimi_decode.decode,
+            step=kimi_decode.step,
+            window=kimi_window.window,
+            flush=kimi_flush.flush,
         ),
     ),
 }

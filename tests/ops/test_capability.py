@@ -35,7 +35,8 @@ def test_every_named_policy_has_kernels(recurrence, policy):
         ("fp32:operand=bf16", "mamba2", "operand bf16: the kernels keep operands exact"),
         ("fp32:ring=fp8", "mamba2", "ring fp8: it has scales"),
         ("fp16:ring=int8", "gated_delta", "ring int8: it has scales"),
-        ("fp32@65", "gated_delta", "ring length 65: the kernels go up to 64"),
+        ("fp32@65", "gated_delta", "ring length 65: the kernels of gated_delta go up to 64"),
+        ("fp32@33", "kimi_delta", "ring length 33: the kernels of kimi_delta go up to 32"),
         ("fp32", "other", "recurrence other has no kernels; these have: mamba2, gated_delta, kimi"),
     ],
 )
