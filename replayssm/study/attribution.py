@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from replayssm.study.bootstrap import Bootstrap, interval
+from replayssm.study.formatting import without_seed
 from replayssm.study.records import Positions
 
 _NAMES = {
@@ -183,7 +184,7 @@ def _row(arm: Mapping, exact: Mapping, parts, alone: list, measured) -> dict:
     whole = measured(arm["policy"])
     total = sum(mean for mean, _ in alone), sum(drawn for _, drawn in alone)
     rest = whole[0] - total[0], whole[1] - total[1]
-    row = {"policy": arm["label"].split(" seed ")[0], "ring_len": arm["ring_len"]}
+    row = {"policy": without_seed(arm["label"]), "ring_len": arm["ring_len"]}
     row |= _estimate("kl", whole) | _estimate("sum_alone", total) | _estimate("interaction", rest)
     row |= _estimate("interaction_share", _over(rest, whole))
     row["axes"] = []

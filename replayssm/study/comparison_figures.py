@@ -21,6 +21,7 @@ from replayssm.study.figures import (
     run_figure,
     styled_figure,
 )
+from replayssm.study.formatting import number, without_seed
 from replayssm.study.store import RunRecord
 
 # Published with ReplaySSM (Dao AI Lab and NVIDIA, 2026) for Qwen3.5-4B at 128k tokens: mean KL of a
@@ -49,7 +50,7 @@ def refresh(record: RunRecord) -> dict[str, bytes] | None:
             never = next(r["kl_policy_mean"] for r in rows if r["policy"] == policy)
             if never:
                 mine.append((tokens, never))
-            label = next((name for name in styles if name.split(" seed ")[0] == policy), None)
+            label = next((name for name in styles if without_seed(name) == policy), None)
             style = styles[label] if label else {"color": "#000000", "marker": "o"}
             axes.plot(*zip(*mine, strict=True), label=policy, **style)
         axes.set(xscale="log", yscale="log")
@@ -68,7 +69,7 @@ def attribution(record: RunRecord) -> dict[str, bytes] | None:
         return None
     row, measured = max(rows, key=lambda entry: len(entry[1]))
     note = (
-        f"{row['policy']}: mean KL over the last quarter {tables.number(row['kl'])} nats. Bars: "
+        f"{row['policy']}: mean KL over the last quarter {number(row['kl'])} nats. Bars: "
         f"{band(record)}, paired. Alone: FP32 with this choice only. Removed: what KL falls by "
         "when this choice alone is taken back. Left over: KL minus the sum of alone; shares add "
         "up only if errors act independently."
@@ -136,7 +137,9 @@ def published_comparison(records: Sequence[RunRecord]) -> dict[str, bytes] | Non
         for label in COMPARED
         for record in long
         for arm in tables.policies(record)
-        if arm["label"].split(" seed ")[0] == label and (arm["last_quarter"]["kl_mean"] or 0) > 0
+        if without_seed(arm["label"]) == label
+        and arm["label"] in line_styles(record)
+        and (arm["last_quarter"]["kl_mean"] or 0) > 0
     ]
     if not found:
         return None

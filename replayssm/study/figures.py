@@ -21,6 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: 
 
 from replayssm.study import tables  # noqa: E402
 from replayssm.study.attribution import decomposition_rows  # noqa: E402
+from replayssm.study.formatting import without_seed  # noqa: E402
 from replayssm.study.store import RunRecord  # noqa: E402
 
 # Okabe and Ito's palette: told apart under the common colour-vision deficiencies. Markers and line
@@ -56,8 +57,10 @@ KL_LABEL = "KL(FP32 ‖ policy), nats per token (lower is better)"
 
 # -- style -----------------------------------------------------------------------------------------
 def line_styles(record: RunRecord) -> dict[str, dict]:
-    """Label -> line style of every policy that can be drawn on a logarithmic axis."""
-    labels = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
+    """Label -> line style of every policy (of its first seed)."""
+    arms = [arm["label"] for arm in record.summary["arms"] if arm["kind"] == "policy"]
+    labels = {without_seed(label): label for label in reversed(arms)}
+    labels = [label for label in arms if label in labels.values()]
     return {
         label: {
             "color": COLOURS[i % len(COLOURS)],
@@ -69,8 +72,16 @@ def line_styles(record: RunRecord) -> dict[str, dict]:
 
 
 def drawable(record: RunRecord) -> list[dict]:
-    """Policies with a positive KL, worst first, so that a legend reads like the lines lie."""
-    return [arm for arm in reversed(tables.policies(record)) if (arm["whole"]["kl_mean"] or 0) > 0]
+    """Policies with a positive KL, worst first, so that a legend reads like the lines lie.
+
+    Of several seeds the first; all are in the tables.
+    """
+    shown = line_styles(record)
+    return [
+        arm
+        for arm in reversed(tables.policies(record))
+        if arm["label"] in shown and (arm["whole"]["kl_mean"] or 0) > 0
+    ]
 
 
 def control_arm(record: RunRecord, name: str) -> dict | None:
@@ -100,6 +111,8 @@ def run_figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4), column
         f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} "
         f"tokens, experiment {record.experiment}, run {record.run_id}\n{note}"
     )
+    if any(" seed " in arm["label"] for arm in record.summary["arms"]):
+        caption += " Of several seeds the first is drawn; the tables have all."
     return styled_figure(title, caption, size, columns)
 
 
@@ -235,9 +248,8 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
         styles = line_styles(record)
         for arm in drawable(record):
             quarter, style = arm["last_quarter"], styles[arm["label"]]
-            label = arm["label"] + (
-                " (recommended)" if best and arm["label"] == best["label"] else ""
-            )
+            chosen = best and without_seed(arm["label"]) == without_seed(best["label"])
+            label = arm["label"] + (" (recommended)" if chosen else "")
             axes.errorbar(
                 [arm["bytes_per_token"] / 1e3],
                 [quarter["kl_mean"]],
@@ -249,16 +261,16 @@ def bytes_against_kl(record: RunRecord) -> dict[str, bytes] | None:
                 linewidth=1.0,
                 label=label,
             )
-        if best and (best["last_quarter"]["kl_mean"] or 0) > 0:
-            axes.plot(
-                [best["bytes_per_token"] / 1e3],
-                [best["last_quarter"]["kl_mean"]],
-                marker="o",
-                markersize=15,
-                markerfacecolor="none",
-                markeredgecolor="#000000",
-                linestyle="none",
-            )
+            if chosen:
+                axes.plot(
+                    [arm["bytes_per_token"] / 1e3],
+                    [quarter["kl_mean"]],
+                    marker="o",
+                    markersize=15,
+                    markerfacecolor="none",
+                    markeredgecolor="#000000",
+                    linestyle="none",
+                )
         axes.axhline(limits["kl_mean"], **FLOOR)
         axes.set(yscale="log", xlim=(0, None))
         axes.set_xlabel(

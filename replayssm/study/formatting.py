@@ -1,4 +1,4 @@
-"""How numbers and tables are written: short numbers, shares, intervals, Markdown, CSV.
+"""How numbers, labels and tables are written: short numbers, intervals, Markdown, CSV.
 
 Owns spelling only; knows nothing of runs.
 """
@@ -6,6 +6,11 @@ Owns spelling only; knows nothing of runs.
 import csv
 import io
 from collections.abc import Sequence
+
+
+def without_seed(label: str) -> str:
+    """The policy of an arm's label: arms of several seeds are one policy."""
+    return label.split(" seed ")[0]
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from replayssm.study.formatting import number, percent, without_seed
 from replayssm.study.store import RunRecord, find_runs, load_run
-from replayssm.study.tables import number, percent
 from replayssm.study.task_results import find_task_runs
 from replayssm.study.task_tables import TaskRecord, load_task_record, points
 
@@ -164,8 +164,7 @@ def collect(where: Path) -> Collected:
 
 
 def _entry(found: dict, model: str, label: str) -> Evidence:
-    """The entry of a policy; the arms of several seeds are one policy."""
-    policy = label.split(" seed ")[0]
+    policy = without_seed(label)
     return found.setdefault((model, policy), Evidence(model=model, policy=policy))
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from replayssm.study.formatting import markdown_table, number, percent
 from replayssm.study.gate import Evidence, GateLimits, collect
-from replayssm.study.tables import markdown_table, number, percent
 from replayssm.study.task_tables import points
 
 # Name of a quality -> how bad a policy is in it (None: not measured).

@@ -19,11 +19,11 @@ _ERROR = "relative error of the checkpoint, against the reference's state"
 
 def _rounded(record: RunRecord) -> list[Mapping]:
     """State rows of policies whose checkpoint rounds, largest error first."""
-    kinds = {arm["label"]: arm["kind"] for arm in record.summary["arms"]}
+    shown = line_styles(record)
     rows = [
         arm
         for arm in record.summary["states"]["arms"]
-        if kinds[arm["label"]] == "policy" and arm["predicted"] is not None
+        if arm["label"] in shown and arm["predicted"] is not None
     ]
     return sorted(rows, key=lambda arm: -(arm["curve"][-1]["checkpoint_median"] or 0.0))
 

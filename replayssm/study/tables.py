@@ -8,7 +8,14 @@ statistics, reads no records and imports neither torch nor transformers.
 from collections.abc import Sequence
 
 from replayssm.study.findings import findings
-from replayssm.study.formatting import csv_text, interval_text, markdown_table, number, percent
+from replayssm.study.formatting import (
+    csv_text,
+    interval_text,
+    markdown_table,
+    number,
+    percent,
+    without_seed,
+)
 from replayssm.study.store import RunRecord
 from replayssm.study.table_sections import sections
 
@@ -58,9 +65,14 @@ def verdict(arm: dict, limits: dict) -> str:
 
 
 def recommended(record: RunRecord) -> dict | None:
-    """The safe policy that moves the fewest state bytes per token (ties: the lower KL), if any."""
+    """The safe policy that moves the fewest state bytes per token (ties: the lower KL), if any.
+
+    Of a policy with several seeds all must be safe; the arm of the best one is returned.
+    """
     limits = record.document["display"]["limits"]
-    safe = [arm for arm in policies(record) if verdict(arm, limits) == "safe"]
+    arms = policies(record)
+    unsafe = {without_seed(arm["label"]) for arm in arms if verdict(arm, limits) != "safe"}
+    safe = [arm for arm in arms if without_seed(arm["label"]) not in unsafe]
     return min(safe, key=lambda arm: arm["bytes_per_token"], default=None)
 
 
@@ -117,7 +129,11 @@ def _footer(record: RunRecord) -> list[str]:
     lines.append(
         f"- safe: last quarter has mean KL <= {limits['kl_mean']:g} and top-1 agreement >= "
         f"{percent(limits['top1_agreement_mean'])}. "
-        + (f"Fewest bytes among the safe: {best['label']}." if best else "No policy is safe.")
+        + (
+            f"Fewest bytes among the safe: {without_seed(best['label'])}."
+            if best
+            else "No policy is safe."
+        )
     )
     for arm in summary["arms"]:
         whole = arm["whole"]

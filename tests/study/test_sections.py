@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from replayssm.study import comparison_figures, figures, state_figures
+from replayssm.study import comparison_figures, figures, state_figures, tables
 from replayssm.study.findings import findings
 from replayssm.study.store import RunRecord
 from replayssm.study.table_sections import sections
@@ -213,3 +213,24 @@ def test_the_theory_is_drawn_where_there_is_one(record):
     with_line = figures.kl_by_position(record)
     del record.summary["arms"][0]["theory"]
     assert figures.kl_by_position(record) != with_line
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+def test_of_several_seeds_the_first_is_drawn_and_all_must_be_safe(record):
+    quiet = {"bytes_per_token": 10.0, "kind": "policy"}
+    arms = [arm(f"fp16-sr seed {seed}", kl, **quiet) for seed, kl in ((7, 1e-6), (3, 1e-7))]
+    arms += [arm("fp32", 1e-12, bytes_per_token=40.0)]
+    for entry in arms:
+        entry["last_quarter"]["top1_agreement_mean"] = 1.0
+        entry["whole"] |= {"nonfinite_count": 0, "kl_infinite_count": 0}
+    limits = {"kl_mean": 1e-3, "top1_agreement_mean": 0.5}
+    record.document["display"] = {"limits": limits}
+    record.summary["arms"] = arms
+    assert list(figures.line_styles(record)) == ["fp16-sr seed 7", "fp32"]
+    assert [entry["label"] for entry in figures.drawable(record)] == ["fp16-sr seed 7", "fp32"]
+    assert tables.recommended(record)["label"] == "fp16-sr seed 3"
+    assert figures.bytes_against_kl(record)["png"]
+    limits["kl_mean"] = 5e-7
+    assert tables.recommended(record)["label"] == "fp32"  # seed 7 is not safe
