@@ -25,7 +25,7 @@ from torch import Tensor
 from replayssm.formats.block import BlockFormat
 from replayssm.formats.codec import dequantize
 from replayssm.formats.quantized import Quantized
-from replayssm.study.bench_public import Update
+from replayssm.study.bench_public import Update, block_of
 from replayssm.study.bench_workload import (
     DISTINCT,
     LAYER_INDEX,
@@ -81,10 +81,8 @@ def sweep_updates(kernels: Kernels) -> list[Update]:
 
     def prepare(launch):
         def prepared(states: Tensor, slots: Tensor, inputs: Inputs):
-            return lambda: (
-                kernels.conventional(states, slots, inputs, launch=launch),
-                states[int(slots[0]) : int(slots[0]) + len(slots)],
-            )
+            after = block_of(states, slots)
+            return lambda: (kernels.conventional(states, slots, inputs, launch=launch), after)
 
         return prepared
 

@@ -117,6 +117,7 @@ def run_kernel_bench(
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels are not worth timing")
     before = bench_timing.clocks()
     compile_ahead(bench, "cuda")
+    torch.cuda.synchronize()
     cache = bench_timing.cache_bytes()
     bandwidth = bench_timing.copy_bandwidth()
     rows = []
@@ -153,46 +154,39 @@ def compile_ahead(bench: KernelBench, device: str) -> None:
 
     A launch that fails here fails again when it is measured, and is reported then.
     """
-    calls = []
-    for name in bench.layers:
-        layer = LAYERS[name]
-        kernels = kernels_of(layer.recurrence)
-        for sequences, _, policy in _policies(bench, layer, device):
-            with suppress(ValueError):
-                pool = make_pool(sequences, policy).repeated(1)
-                for batch in bench.batches:
-                    calls += _single_row_launches(bench, kernels, pool, batch)
-        for state in bench.states:
-            states = conventional_states(sequences, STATE_DTYPES[state], 1, 0)
-            for update in sweep_updates(kernels):
-                calls += conventional_case(update, sequences, states, 1).launches[:1]
 
     def compile_one(call: Callable[[], object]) -> None:
         with suppress(Exception):
             call()
 
     with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
-        list(threads.map(compile_one, calls))
-    torch.cuda.synchronize()
+        for name in bench.layers:
+            list(threads.map(compile_one, single_row_launches(bench, LAYERS[name], device)))
 
 
-def _single_row_launches(bench: KernelBench, kernels, pool: Pool, batch: int) -> list:
-    """A launch of each kernel that chooses its launch parameters as for `batch` rows, all but one
-    of which are padding."""
-    plan = [(0, 0), (0, pool.policy.ring_len - 1)]
-    return [
-        launch.call
-        for kernel in REPLAY_KERNELS
-        for launch in replay_launches(
-            kernels,
-            kernel,
-            pool,
-            plan,
-            batch,
-            tokens=_tokens(bench, kernel, pool.policy.ring_len),
-            padded=True,
-        )
-    ]
+def single_row_launches(bench: KernelBench, layer: BenchLayer, device: str) -> list[Callable]:
+    """A launch of everything that will be launched, all but one of its rows being padding, so that
+    launch parameters are chosen as for the whole batch; different kernels first."""
+    kernels = kernels_of(layer.recurrence)
+    pools, calls = [], []
+    for sequences, _, policy in _policies(bench, layer, device):
+        with suppress(ValueError):
+            pools.append(make_pool(sequences, policy).repeated(1))
+    for batch in bench.batches:
+        for pool in pools:
+            L = pool.policy.ring_len
+            for kernel in REPLAY_KERNELS:
+                plan = [(0, 0), (0, L - 1)] if kernel == "cycle" else [(0, 0)]
+                tokens = _tokens(bench, kernel, L)
+                launches = replay_launches(
+                    kernels, kernel, pool, plan, batch, tokens=tokens, padded=True
+                )
+                calls += [launch.call for launch in launches]
+    for state in bench.states:
+        states = conventional_states(sequences, STATE_DTYPES[state], 1, 0)
+        for update in sweep_updates(kernels):
+            calls += conventional_case(update, sequences, states, 1).launches[:1]
+    return calls
 
 
 def _tokens(bench: KernelBench, kernel: str, ring_len: int) -> int:

@@ -60,13 +60,14 @@ def public_updates(recurrence: str) -> tuple[list[Update], list[str]]:
     return found, missing
 
 
-def _block(states: Tensor, slots: Tensor) -> Tensor:
+def block_of(states: Tensor, slots: Tensor) -> Tensor:
+    """A view of the states at consecutive slots; waits for the device."""
     first = int(slots[0])
     return states[first : first + len(slots)]
 
 
 def _selective_state_update(kernel, states: Tensor, slots: Tensor, inputs) -> Callable:
-    state = _block(states, slots)
+    state = block_of(states, slots)
     batch, heads, rows, cols = state.shape
     # One dt, A and D per head: told by strides of zero, or the kernel reads A for every element.
     dt = inputs.dt[:, 0, :, None].expand(batch, heads, rows)
@@ -83,7 +84,7 @@ def _selective_state_update(kernel, states: Tensor, slots: Tensor, inputs) -> Ca
 
 
 def _fused_recurrent(kernel, states: Tensor, slots: Tensor, inputs) -> Callable:
-    state = _block(states, slots)
+    state = block_of(states, slots)
 
     def launch() -> Updated:
         return kernel(

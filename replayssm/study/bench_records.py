@@ -202,7 +202,7 @@ _KERNEL_TITLES = {
 
 def kernel_markdown(record: KernelRecord) -> str:
     """Per layer: speed-ups by policy and batch, then every measurement."""
-    parts = ["# Kernels: microseconds per step", "\n".join(_facts(record))]
+    parts = ["# Kernels: microseconds per step", "\n".join(f"- {line}" for line in _facts(record))]
     for layer, title in record.titles.items():
         if not any(row.layer == layer for row in record.rows):
             continue
@@ -241,7 +241,7 @@ def _speedups(record: KernelRecord, layer: str, rows: dict[str, list[KernelRow]]
     tokens = next(iter(rows.values()))[0].tokens
     table = []
     best = [record.best_conventional(layer, batch) for batch in batches]
-    cells = [f"{number(row.us * tokens)} µs" if row else "–" for row in best]
+    cells = [f"{_us(row.us * tokens)} µs" if row else "–" for row in best]
     table.append([f"conventional fp32{f', {tokens} steps' if tokens > 1 else ''}", *cells])
     for policy, group in rows.items():
         at = {row.batch: row for row in group}
@@ -255,7 +255,11 @@ def _speedup(row: KernelRow | None) -> str:
     if row.us is None:
         return row.status
     ratio = "" if row.speedup is None else f" ({row.speedup:.2f}×)"
-    return f"{number(row.us)} µs{ratio}"
+    return f"{_us(row.us)} µs{ratio}"
+
+
+def _us(us: float | None) -> str:
+    return f"{us:,.0f}" if us is not None and us >= 1000 else number(us)
 
 
 def _details(rows: Sequence[KernelRow]) -> str:
@@ -264,7 +268,7 @@ def _details(rows: Sequence[KernelRow]) -> str:
             str(row.batch),
             row.kernel if row.source == "replayssm" else f"{row.kernel}, {row.source}",
             row.policy + (f" @{row.ring_len}" if row.ring_len else ""),
-            number(row.us, 4),
+            _us(row.us),
             number(row.megabytes, 4),
             "–" if row.bandwidth_share is None else f"{100 * row.bandwidth_share:.0f} %",
             "–" if row.speedup is None else f"{row.speedup:.2f}×",

@@ -72,6 +72,7 @@ def copy_bandwidth() -> float:
     count = min(_COPY_BYTES, free // 4)
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
+    target.copy_(source)
     timing = graph_time([lambda: target.copy_(source)] * 4)
     return 2 * count / timing.us / 1e3
 

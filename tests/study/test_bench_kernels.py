@@ -11,9 +11,16 @@ from replayssm import cli
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry
 from replayssm.ops.mamba2.reference import Mamba2Geometry
 from replayssm.policy import parse_policy
-from replayssm.study import bench_timing
-from replayssm.study.bench_kernels import KernelBench, compile_ahead, measure
+from replayssm.study import bench_kernels, bench_timing
+from replayssm.study.bench_kernels import (
+    KernelBench,
+    compile_ahead,
+    measure,
+    run_kernel_bench,
+    single_row_launches,
+)
 from replayssm.study.bench_public import public_updates
+from replayssm.study.bench_records import KernelRow, load_record
 from replayssm.study.bench_timing import Timing
 from replayssm.study.bench_workload import (
     LAYERS,
@@ -25,10 +32,10 @@ from replayssm.study.bench_workload import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {
-    "mamba2": Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=32),
-    "gated_delta": GatedDeltaGeometry(num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=16),
+    "mamba2": Mamba2Geometry(num_heads=2, head_dim=16, n_groups=1, d_state=32),
+    "gated_delta": GatedDeltaGeometry(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
 }
-SMALL = {"batches": (3,), "ring_lens": (4,), "states": ("fp32",), "window": 3}
+SMALL = {"batches": (2,), "ring_lens": (3,), "states": ("fp32",), "window": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +50,15 @@ def tiny_layers(monkeypatch):
 
 
 def timer(launches, *, reset, seconds):
-    """Ten microseconds, whatever it is; two replays."""
+    """Ten microseconds, whatever it is, for one replay."""
     del seconds
-    for launch in (*launches, *launches):
-        reset()
+    reset()
+    for launch in launches:
         launch()
     return Timing(us=10.0, low=9.0, high=12.0, replays=7)
 
 
-def rows_of(*, cache=1_000, **options):
+def rows_of(*, cache=500, **options):
     bench = KernelBench(**SMALL | options)
     return list(measure(bench, timer=timer, device=DEVICE, cache=cache))
 
@@ -73,18 +80,18 @@ def test_every_kernel_is_checked_and_timed(recurrence, policy):
     assert conventional.us == 10.0 and conventional.launch and conventional.speedup is None
     sizes = LAYERS[recurrence].sizes
     state = 4 * sizes.heads * sizes.rows * sizes.cols
-    assert conventional.megabytes == pytest.approx(3 * 2 * state / 1e6)
-    counted = replace(parse_policy(policy), ring_len=4).bytes_per_token(sizes)
-    assert cycle.megabytes == step.megabytes == pytest.approx(3 * counted / 1e6)
-    assert (cycle.speedup, window.speedup, window.tokens, window.megabytes) == (1.0, 3.0, 3, None)
-    assert all(0 < row.error < 2e-2 for row in rows) and cycle.ring_len == 4
-    assert cycle.launches == 4 and cycle.working_set_mb > 0
+    assert conventional.megabytes == pytest.approx(2 * 2 * state / 1e6)
+    counted = replace(parse_policy(policy), ring_len=3).bytes_per_token(sizes)
+    assert cycle.megabytes == step.megabytes == pytest.approx(2 * counted / 1e6)
+    assert (cycle.speedup, window.speedup, window.tokens, window.megabytes) == (1.0, 2.0, 2, None)
+    assert all(0 < row.error < 2e-2 for row in rows) and cycle.ring_len == 3
+    assert cycle.launches % 3 == 0 and cycle.working_set_mb > 0
 
 
 def test_small_working_sets_are_repeated():
-    rows = rows_of(layers=["mamba2"], policies=["fp32"], cache=6_000, batches=(1,))
+    rows = rows_of(layers=["mamba2"], policies=["fp32"], cache=3_000, batches=(1,), ring_lens=(4,))
     assert [row.status for row in rows] == ["ok"] * 4, [row.note for row in rows]
-    # A state is 8 kB: three for 18 kB, each at all four positions.
+    # A state is 4 kB: three for 9 kB, each at all four positions.
     assert [row.launches for row in rows] == [6, 12, 12, 12]
 
 
@@ -153,6 +160,61 @@ def test_narrow_conventional_states():
     assert [row.policy for row in states] == ["fp32", "bf16", "fp16"]
     assert [row.status for row in states] == ["ok"] * 3, [row.note for row in states]
     assert states[0].megabytes == 2 * states[1].megabytes
+
+
+@pytest.mark.parametrize("recurrence", TINY)
+def test_everything_can_be_launched_once_ahead(recurrence):
+    """All rows but one are padding: what is compiled is chosen by the batch, little is run."""
+    bench = KernelBench(**SMALL | {"batches": (5,)}, layers=[recurrence], policies=["fp32+nvfp4"])
+    calls = single_row_launches(bench, LAYERS[recurrence], DEVICE)
+    assert len(calls) == 2 + 1 + 1 + 2  # decode, step, step, window; two launches of the sweep
+    for call in calls:
+        call()
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A device that measures one row, at 100 GB/s."""
+    row = KernelRow(
+        layer="mamba2",
+        recurrence="mamba2",
+        batch=2,
+        policy="fp32",
+        kernel="conventional",
+        us=10.0,
+        us_low=9.0,
+        us_high=11.0,
+        megabytes=0.5,
+        status="ok",
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("replayssm.ops.triton_common.interpreted", lambda: False)
+    monkeypatch.setattr(bench_kernels, "compile_ahead", lambda bench, device: None)
+    monkeypatch.setattr(bench_kernels, "measure", lambda bench, **options: iter([row]))
+    described = {"summary": "code", "device": {"name": "none"}}
+    monkeypatch.setattr(bench_kernels, "environment", lambda device: described)
+    for name, value in (("clocks", None), ("cache_bytes", 6e7), ("copy_bandwidth", 100.0)):
+        monkeypatch.setattr(bench_timing, name, lambda value=value: value)
+    return row
+
+
+def test_a_run_is_recorded_with_what_explains_it(pretended_gpu, tmp_path, capsys):
+    options = ["bench", "kernels", "--layers", "mamba2", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    record = load_record(tmp_path)
+    assert record.rows == [replace(pretended_gpu, bandwidth_share=0.5)]
+    assert (record.titles, record.cache_mb) == ({"mamba2": "Tiny mamba2"}, 60.0)
+    assert record.settings["layers"] == ["mamba2"] and record.settings["window"] == 8
+    printed = capsys.readouterr()
+    assert "50 % of copy" in printed.out and "kernels.csv" in printed.out
+    assert "mamba_ssm" in printed.err or not record.missing
+
+
+def test_interpreted_kernels_are_not_timed(pretended_gpu, monkeypatch):
+    monkeypatch.setattr("replayssm.ops.triton_common.interpreted", lambda: True)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
+        run_kernel_bench(KernelBench(layers=["mamba2"]))
 
 
 # -- workload --------------------------------------------------------------------------------------
@@ -256,8 +318,6 @@ def test_without_a_gpu_one_line_and_exit_code_2(tmp_path, capsys):
 
 
 def test_options_reach_the_settings(monkeypatch, tmp_path):
-    from replayssm.study import bench_kernels
-
     seen = []
 
     def run(bench, *, emit):
