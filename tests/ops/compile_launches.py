@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from replayssm.ops import gated_delta, kimi_delta, mamba2
+from replayssm.ops import gated_delta, kimi_delta, mamba2, triton_common
 from replayssm.ops.gated_delta import triton_conventional as gated_delta_conventional
 from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
 from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
@@ -166,7 +166,7 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
         ("window", lambda: window.window(read, ring, policy, cursors, all_slots)),
         ("flush", lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer)),
     ):
-        with compiling((decode, window, flush)) as results:
+        with compiling((decode, window, flush, triton_common)) as results:
             call()
         for kernel in results:
             yield name, kernel

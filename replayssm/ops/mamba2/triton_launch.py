@@ -102,6 +102,9 @@ def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: in
     if batch * sizes["H"] * sizes["P"] < _ENOUGH_TILES * rows:
         rows = 64
     heads = max(1, min(rows // block_p, heads_per_group))
+    if kernel in ("flush", "step"):
+        # Chained products keep one layout if every warp has 16 rows of the tile.
+        num_warps = max(num_warps, heads * block_p // 16)
     return Launch(heads=heads, block_p=block_p, num_warps=num_warps, maxnreg=maxnreg)
 
 
