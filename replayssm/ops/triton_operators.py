@@ -109,7 +109,7 @@ def _register(recurrence: str, make_inputs: type, launchers: SimpleNamespace) ->
                     named,
                     parsed,
                     Cursors(*cursors),
-                    make_inputs(*inputs),
+                    make_inputs(*map(_dense_constant, inputs)),
                 )
 
         return function
@@ -131,7 +131,7 @@ def _register(recurrence: str, make_inputs: type, launchers: SimpleNamespace) ->
                 named,
                 parsed,
                 Cursors(*cursors),
-                make_inputs(*inputs),
+                make_inputs(*map(_dense_constant, inputs)),
                 layer=layer,
             )
 
@@ -153,7 +153,7 @@ def _register(recurrence: str, make_inputs: type, launchers: SimpleNamespace) ->
                 named,
                 parsed,
                 Cursors(*cursors),
-                {} if A is None else {"A": A},
+                {} if A is None else {"A": A.contiguous()},
                 layer=layer,
                 rows=rows,
             )
@@ -181,6 +181,12 @@ def _stored_names(storage: Storage) -> tuple[str, ...]:
     per_matrix = getattr(storage.format, "tensor_scale", False)
     scaled = hasattr(storage.format, "block_size") or storage.scale != "none"
     return ("data",) + ("scale",) * scaled + ("tensor_scale",) * bool(per_matrix)
+
+
+def _dense_constant(tensor: Tensor | None) -> Tensor | None:
+    """Layer constants, which have at most two axes, without gaps: kernels know no strides of them,
+    and models like to expand and slice them."""
+    return tensor if tensor is None or tensor.dim() > 2 else tensor.contiguous()
 
 
 def _device_of(tensor: Tensor):

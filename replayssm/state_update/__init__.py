@@ -290,12 +290,12 @@ class StateUpdate:
             self._kernels.flush_full(cache)
         output = self._kernels.step(cache, inputs)
         self._note_parameters(cache, inputs)
-        cache.uncommitted, cache.may_be_full = 0, False
         self.replayed(cache, 1)
         return output
 
     def replayed(self, cache: ReplayCache, tokens: int) -> None:
         """Tells the host that the GPU has done what `step` does with `tokens` tokens."""
+        cache.uncommitted, cache.may_be_full = 0, False
         if cache.known is not None:
             cache.learn((cache.known + tokens) % cache.ring_len)
 
@@ -304,6 +304,11 @@ class StateUpdate:
 
         One flag for all rows where they stand at the same slot.
         """
+        if cache.known is None and _capturing(cache):
+            raise RuntimeError(
+                f"layer {self.layer}: only the GPU knows where the rows stand, and while a graph is "
+                "captured it cannot be asked: read `cache.cursor` before"
+            )
         where, ring_len = cache.cursor, cache.ring_len
         at = [where] if isinstance(where, int) else where.tolist()
         most = self._backend.most_tokens or ring_len
