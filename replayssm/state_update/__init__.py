@@ -306,8 +306,8 @@ class StateUpdate:
         """
         if cache.known is None and _capturing(cache):
             raise RuntimeError(
-                f"layer {self.layer}: only the GPU knows where the rows stand, and while a graph is "
-                "captured it cannot be asked: read `cache.cursor` before"
+                f"layer {self.layer}: only the GPU knows where the rows stand, and cannot be asked "
+                "while a graph is captured: read `cache.cursor` before"
             )
         where, ring_len = cache.cursor, cache.ring_len
         at = [where] if isinstance(where, int) else where.tolist()
