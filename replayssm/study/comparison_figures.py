@@ -75,7 +75,8 @@ def attribution(record: RunRecord) -> dict[str, bytes] | None:
         "up only if errors act independently."
     )
     size = (7.2, 1.9 + 0.42 * (len(measured) + 1))
-    with run_figure(record, "Which choice causes the drift", note, size) as (figure, axes):
+    title = "Which choice causes the drift"
+    with run_figure(record, title, note, size, seeds="the mean is drawn") as (figure, axes):
         lines = list(reversed([*measured, None]))
         for name, label, offset, colour, marker, face in (
             ("alone", "alone", 0.14, COLOURS[0], "o", COLOURS[0]),

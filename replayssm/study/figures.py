@@ -105,14 +105,23 @@ def styled_figure(
             plt.close(figure)
 
 
-def run_figure(record: RunRecord, title: str, note: str, size=(7.2, 4.4), columns: int = 1):
-    """A styled figure whose caption names model, length, experiment and run."""
+def run_figure(
+    record: RunRecord,
+    title: str,
+    note: str,
+    size=(7.2, 4.4),
+    columns: int = 1,
+    seeds: str = "the first is drawn; the tables have all",
+):
+    """A styled figure whose caption names model, length, experiment and run, and says what was
+    done about several seeds.
+    """
     caption = (
         f"{record.model}, {record.summary['prompts']} prompts × {record.summary['tokens']:,} "
         f"tokens, experiment {record.experiment}, run {record.run_id}\n{note}"
     )
     if any(" seed " in arm["label"] for arm in record.summary["arms"]):
-        caption += " Of several seeds the first is drawn; the tables have all."
+        caption += f" Of several seeds {seeds}."
     return styled_figure(title, caption, size, columns)
 
 
@@ -339,10 +348,8 @@ def checkpoint_by_read_copy(record: RunRecord) -> dict[str, bytes] | None:
         'If the errors act independently, "sum" and "both" are equal. Mean over the last quarter.'
     )
     size = (7.2, 2.2 + 0.5 * len(rows))
-    with run_figure(record, "Checkpoint and read copy, apart and together", note, size) as (
-        figure,
-        axes,
-    ):
+    title = "Checkpoint and read copy, apart and together"
+    with run_figure(record, title, note, size, seeds="the mean is drawn") as (figure, axes):
         marks = (
             ("kl_checkpoint", "checkpoint alone", "s", COLOURS[0]),
             ("kl_read_copy", "read copy alone", "^", COLOURS[1]),
