@@ -22,6 +22,7 @@ from itertools import groupby, islice
 import torch
 from torch import Tensor
 
+from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.lockstep import ROW_MULTIPLE
 from replayssm.engine.prefills import PrefillCache
 from replayssm.engine.sampling import Sampler
@@ -31,6 +32,9 @@ from replayssm.models.kv_cache import Cache, cache_tensors, filled_cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.policy import PrecisionPolicy
+
+# Steps before one is captured as a graph: a few answers are done by then.
+_PATIENCE = 4
 
 # A sixteenth of the lanes may stand free until they are refilled together.
 _LANES_PER_REFILL = 16
@@ -110,6 +114,7 @@ def generate_many(
     prefill: int | None = None,
     prefills: PrefillCache | None = None,
     backend: str = "auto",
+    graphs: str = "auto",
 ) -> Iterator[Completion]:
     """Yield a completion for every request as it ends, under `policy`.
 
@@ -121,6 +126,7 @@ def generate_many(
         prefill: tokens of a prompt that are prefilled; the policy acts on the rest already.
             Default: all.
         prefills: prompts that were run already; default: none are kept.
+        graphs: whether steps are replayed from CUDA graphs: "auto", "on" or "off" (`graphs.py`).
 
     Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
     reached: check all of them first), or if logits are not finite.
@@ -128,7 +134,8 @@ def generate_many(
     for name, value in (("lanes", lanes), ("prefill", 1 if prefill is None else prefill)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    batch = _Batch(adapter, policy, -(-lanes // ROW_MULTIPLE) * ROW_MULTIPLE, seed, backend)
+    lanes = -(-lanes // ROW_MULTIPLE) * ROW_MULTIPLE
+    batch = _Batch(adapter, policy, lanes, seed=seed, backend=backend, graphs=graphs)
     if prefill is not None:
         waiting = batch.read(requests, prefill)
     else:
@@ -204,12 +211,23 @@ def _advance(
 class _Batch:
     """The lanes, their recurrent state (one session) and attention (one cache)."""
 
-    def __init__(self, adapter: Adapter, policy: PrecisionPolicy, lanes: int, seed, backend):
+    def __init__(
+        self,
+        adapter: Adapter,
+        policy: PrecisionPolicy,
+        lanes: int,
+        *,
+        seed: int,
+        backend: str,
+        graphs: str,
+    ):
         self.lanes: list[_Lane | None] = [None] * lanes
         self.refill = max(1, lanes // _LANES_PER_REFILL)
-        self._adapter, self._policy, self._seed, self._backend = adapter, policy, seed, backend
+        self._adapter, self._policy, self._seed = adapter, policy, seed
+        self._backend, self._mode = backend, graphs
         self._session: ReplaySession | None = None
         self._cache: LaneCache | None = None
+        self._graphs: StepGraphs | None = None
 
     def free(self) -> list[int]:
         return [place for place, lane in enumerate(self.lanes) if lane is None]
@@ -307,6 +325,7 @@ class _Batch:
         self._session = ReplaySession(
             self._adapter, [self._group([0] * lanes)], backend=self._backend
         )
+        self._graphs = StepGraphs(self._session, mode=self._mode, patience=_PATIENCE)
         states = prefilled.session.prefill_states()
         self._session.hand_over(states, source=[0] * lanes)
         self._cache = LaneCache(self._adapter, prefilled.cache, lanes)
@@ -337,7 +356,10 @@ class _Batch:
         self.lanes[place] = None
 
     def step(self) -> Tensor:
-        """Every lane reads its next token; logits [lanes, V], of free lanes meaningless."""
+        """Every lane reads its next token; logits [lanes, V], of free lanes meaningless.
+
+        They are valid until the next step.
+        """
         tokens = [0] * len(self.lanes)
         positions = [0] * len(self.lanes)
         for place, lane in enumerate(self.lanes):
@@ -346,8 +368,13 @@ class _Batch:
                 positions[place] = lane.position
                 lane.position += 1
         self._cache.seek(positions)
+        read = torch.tensor(tokens, device=self._adapter.device)[:, None]
+        cache = self._cache
+        return self._graphs.step(read, cache.cache, self._forward, cursor=cache.cursor)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
         with self._session:
-            return self._cache.step(torch.tensor(tokens, device=self._adapter.device))
+            return self._cache.step(tokens)
 
 
 def _row_tensors(session: ReplaySession, row: int) -> dict[str, Tensor]:

@@ -87,6 +87,7 @@ class Lockstep:
     """Arms in lockstep on one model (see module docstring).
 
     probe: also keep what `measure_states` needs.
+    graphs: whether windows are replayed from CUDA graphs: "auto", "on" or "off" (`graphs.py`).
 
     `start(prompts)` begins a text and forgets the one before; then iterate `read(tokens)`
     (teacher-forced on a given text) or `generate(n)` (on tokens the FP32 reference chooses).
@@ -100,6 +101,7 @@ class Lockstep:
         window: int = 16,
         backend: str = "auto",
         probe: bool = False,
+        graphs: str = "auto",
     ):
         labels = [arm.label for arm in arms]
         if not arms or arms[0].kind != "reference":
@@ -121,6 +123,7 @@ class Lockstep:
         self.arms = tuple(arms)
         self.window = window
         self.backend = backend
+        self.graphs = graphs
         self._with_probe = probe
         self._probe: StateProbe | None = None
 
@@ -171,15 +174,17 @@ class Lockstep:
             source=[row % prompts for row in range(rows + padding)],
             capacity=capacity,
             backend=self.backend,
+            graphs=self.graphs,
         )
+        self._source = torch.tensor(self._stream.source, device=self.adapter.device)
         self._generator = Stream(
             self.adapter,
             [self._group(self.arms[0], self.prompt_ids)],
             source=range(prompts),
             capacity=capacity,
             backend=self.backend,
+            graphs=self.graphs,
         )
-
         if self._with_probe:
             self._probe = StateProbe(
                 self._stream.session,
@@ -271,7 +276,7 @@ class Lockstep:
         arms, prompts = len(self.arms), len(self.prompt_ids)
         start = self.position
         self._refresh(start - self.prompt_length)
-        logits = self._stream.step(tokens[self._stream.source])
+        logits = self._stream.step(tokens[self._source])
         if self._probe is not None:
             self._probe.advance(tokens.shape[1])
         logits = logits[: arms * prompts].view(arms, prompts, *logits.shape[1:])
@@ -331,7 +336,8 @@ class Lockstep:
         "replaced": per function of the library, what would have run in its place otherwise;
         "dtypes": per arm, the dtype of every stored tensor of the first recurrent layer;
         "cache": dtypes of the library's own cache (attention, convolution inputs); "backends": per
-        arm; "prefill": the backend of prefill, whatever the arms' is.
+        arm; "prefill": the backend of prefill, whatever the arms' is; "graphs": whether windows
+        are replayed from CUDA graphs, and why not.
         """
         session, first = self._stream.session, self.layers[0]
         dtypes = {}
@@ -355,6 +361,7 @@ class Lockstep:
                 for group, arm in enumerate(self.arms)
             },
             "prefill": PREFILL_BACKEND,
+            "graphs": self._stream.graphs.describe(self._stream.cache),
         }
 
     def engine_state(self) -> dict[str, Tensor]:

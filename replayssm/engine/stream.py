@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from replayssm.engine.graphs import StepGraphs
 from replayssm.models.adapter import Adapter
 from replayssm.models.kv_cache import cache_tensors, filled_cache
 from replayssm.models.session import ReplaySession, RowGroup
@@ -18,7 +19,10 @@ PREFILL_CHUNK = 512
 
 # On a GPU, Inf or NaN in a written state is counted there, and looked at after so many tokens: a
 # look waits for the GPU, as whoever reads logits does anyway, but single tokens should not.
-FINITE_CHECK_TOKENS = 16
+FINITE_CHECK_TOKENS = 512
+
+# A pass is captured as a graph if at least so many like it may follow.
+_WORTH_A_GRAPH = 32
 
 
 class Stream:
@@ -28,6 +32,8 @@ class Stream:
 
     source: for each decode row, the prefill row whose text it continues.
     capacity: tokens of attention storage set aside at the hand-over (it grows when needed).
+    graphs: "auto", "on" or "off": whether steps are replayed from CUDA graphs (`graphs.py`). With
+        graphs, logits are overwritten by the next step.
     """
 
     def __init__(
@@ -38,9 +44,11 @@ class Stream:
         source: Sequence[int],
         capacity: int,
         backend: str = "auto",
+        graphs: str = "auto",
     ):
         self.adapter = adapter
         self.session = ReplaySession(adapter, groups, backend=backend)
+        self.graphs = StepGraphs(self.session, mode=graphs)
         self.source = list(source)
         self.capacity = capacity
         self.position = 0
@@ -80,14 +88,24 @@ class Stream:
         assert self.session.decoding, "hand_over() first"
         if tokens.shape[0] != len(self.source):
             raise ValueError(f"this stream decodes {len(self.source)} rows, got {tokens.shape[0]}")
-        with self.session:
-            logits = self.adapter.forward(tokens, self.cache, start=self.position)
+        follow = (self.capacity - self.position) // tokens.shape[1]
+        logits = self.graphs.step(
+            tokens,
+            self.cache,
+            self._forward,
+            cursor=self.cache.row_cursor,
+            worthwhile=follow >= _WORTH_A_GRAPH,
+        )
         self.position += tokens.shape[1]
         self._unchecked += tokens.shape[1]
         if self._unchecked >= FINITE_CHECK_TOKENS:
             self.session.check_finite()
             self._unchecked = 0
         return logits
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        with self.session:
+            return self.adapter.forward(tokens, self.cache, start=self.position)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything needed to go on from here, by name, as views. Only after the hand-over."""

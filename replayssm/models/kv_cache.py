@@ -69,9 +69,14 @@ class AppendLayer(DynamicLayer):
         """Keys and values [B, HA, capacity, D], by reference; empty before the first update."""
         return self._storage or ()
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that the storage has room for."""
+        return self._storage[0].shape[-2] if self._storage else 0
+
     def seek(self, tokens: int) -> None:
         """Take the first `tokens` of the storage for what is held, whatever they are."""
-        assert tokens <= self._storage[0].shape[-2], "beyond the capacity"
+        assert tokens <= self.capacity, "beyond the capacity"
         self.keys, self.values = (stored[..., :tokens, :] for stored in self._storage)
 
     def _grow(self, needed: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -153,10 +158,9 @@ class RowLayer(AppendLayer):
         """Have room for `tokens` in every row; `like`: keys and values, where nothing is held."""
         held = self._storage
         if held is not None:
-            capacity = held[0].shape[-2]
-            if tokens <= capacity:
+            if tokens <= self.capacity:
                 return
-            tokens, like = max(tokens, capacity * 3 // 2), held
+            tokens, like = max(tokens, self.capacity * 3 // 2), held
         capacity = -(-max(tokens, self._capacity) // _MULTIPLE) * _MULTIPLE
         self._storage = tuple(t.new_empty(*t.shape[:-2], capacity, t.shape[-1]) for t in like)
         if held is not None:
@@ -180,7 +184,7 @@ class RowLayer(AppendLayer):
         return 0 if self._storage is None else self.cursor.tokens
 
     def seek(self, tokens: int) -> None:
-        assert tokens <= self._storage[0].shape[-2], "beyond the capacity"
+        assert tokens <= self.capacity, "beyond the capacity"
         self.cursor.seek(tokens)
 
 

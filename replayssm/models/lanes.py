@@ -54,6 +54,11 @@ class LaneCache:
         )
 
     @property
+    def cache(self) -> Cache:
+        """The library's cache of all lanes, by reference."""
+        return self._cache
+
+    @property
     def cursor(self) -> RowCursor:
         """Where the lanes stand, by reference; `step` sets it."""
         return self._cursor
@@ -77,7 +82,7 @@ class LaneCache:
         self._cursor.tokens = max(positions)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Read one token a lane, `tokens` [B] int64, at `seek`'s positions, which then move on by
+        """Read one token a lane, `tokens` [B, 1] int64, at `seek`'s positions, which then move on by
         one; returns FP32 logits [B, V].
         """
         adapter = self._adapter
@@ -85,7 +90,7 @@ class LaneCache:
         if adapter._takes_positions:
             kwargs["position_ids"] = self._cursor.past[:, None]
         with self._row_by_row():
-            logits = adapter.model(input_ids=tokens[:, None], **kwargs).logits[:, -1]
+            logits = adapter.model(input_ids=tokens, **kwargs).logits[:, -1]
         self._cursor.advance(1)
         return logits
 

@@ -123,6 +123,7 @@ class ModelSubject:
             "backends": list(engine.backends),
             "backend_by_arm": found["backends"],
             "prefill": found["prefill"],
+            "graphs": found["graphs"],
             "replaced": found["replaced"],
             "stored": stored,
             "cache": found["cache"],
