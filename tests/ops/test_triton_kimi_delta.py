@@ -178,8 +178,9 @@ def test_outputs_read_every_format_and_write_no_state(name):
         assert torch.isnan(tensor[:, :, 5:]).all(), name
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp32+fp32"], ids=["one-copy", "recompute"])
-@pytest.mark.parametrize("windows", [(16,), (9, 7), (1,) * 16])
+@pytest.mark.parametrize(
+    "policy, windows", [("fp32", (16,)), ("fp32", (1,) * 16), ("fp32+fp32", (9, 7))]
+)
 @pytest.mark.parametrize("log_decays", [(-40.0,), (0.0,), (-20.0, 0.0), (-60.0, -1e-3)], ids=str)
 def test_strong_and_mixed_decays(policy, windows, log_decays):
     """From e^-640 over a ring to no decay, in channels side by side and in turns in one channel."""

@@ -69,7 +69,8 @@ def pair_weights(
     token = tl.arange(0, k_k.shape[0])
     past = tl.zeros([k_k.shape[0], column.shape[0]], tl.float32)  # keys of the tokens so far
     since = past  # and the log decays since each of them
-    for i in range(end):
+    i = 0  # no `range`: the interpreter of Triton 3.6 takes none that ends at a loaded number
+    while i < end:
         g = tl.load(gates + i * gate_stride + column, mask=in_k, other=0.0)
         k = as_held(tl.load(keys + i * key_stride + column, mask=in_k, other=0.0), keys, ring_keys)
         here = token == i
@@ -83,6 +84,7 @@ def pair_weights(
             decayed = tl.where(here[:, None], k[None, :], decayed)
             to_q = tl.sum(decayed * q[None, :], 1)
             k_q += tl.where(here[None, :], to_q[:, None], 0.0)
+        i += 1
     return k_k, k_q
 
 
