@@ -1,4 +1,4 @@
-"""The commands that take times: bench kernels.
+"""The commands that take times: bench kernels, bench study.
 
 Owns their argument names and what they print; `cli` owns errors and exit codes. Imports are made
 inside the commands, so that `--help` does not wait for torch, and `--redraw` needs no GPU.
@@ -14,7 +14,7 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
     """Add the commands. `command(name, function, text)` makes a parser; `names` and `integers` read
     "A,B".
     """
-    bench = command("bench", None, "Measure speed: `bench kernels`.")
+    bench = command("bench", None, "Measure speed: `bench kernels`, `bench study`.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     text = (
         "Time one decode step under each policy against conventional kernels, on the GPU here; "
@@ -47,6 +47,60 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
         action="store_true",
         help="only draw table and figures from the records in --out; needs no GPU",
     )
+    _add_study(benches, names=names, integers=integers)
+
+
+def _add_study(benches, *, names: Callable, integers: Callable) -> None:
+    text = (
+        "Time windows of a lockstep study at several lengths of text, by part, and extrapolate to "
+        "131,072 tokens. random/qwen3.5-4b is that model's size with random weights."
+    )
+    study = benches.add_parser("study", help=text, description=text)
+    study.set_defaults(command=_study)
+    study.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+    )
+    study.add_argument("--models", type=names, metavar="A,B", help="default: both built-in models")
+    study.add_argument("--arms", help="eight (policies beside FP32; default) or study (29 arms)")
+    study.add_argument("--prompts", type=int)
+    study.add_argument("--windows", type=integers, metavar="T,T", help="tokens read at once (16)")
+    study.add_argument("--dtype", help="of weights and activations (float32)")
+    study.add_argument("--lengths", type=integers, metavar="N,N", help="tokens already read")
+    study.add_argument("--repeats", type=int, help="windows timed at each length (8)")
+    study.add_argument("--graphs", choices=("auto", "on", "off"), help="CUDA graphs")
+    study.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    study.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/bench/study"),
+        help="folder of windows.csv and windows.json (default: results/bench/study)",
+    )
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from replayssm.study.bench_study import Case, run
+
+    named = {
+        "arms": arguments.arms,
+        "prompts": arguments.prompts,
+        "dtype": arguments.dtype,
+        "lengths": arguments.lengths and tuple(arguments.lengths),
+        "windows": arguments.repeats,
+        "graphs": arguments.graphs,
+    }
+    given = {key: value for key, value in named.items() if value is not None}
+    cases = [
+        Case(model=model, window=window, **given)
+        for model in arguments.models or ("builtin/gdn", "builtin/mamba2")
+        for window in arguments.windows or (16,)
+    ]
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    run(cases, device=device, out=arguments.out)
+    for name in ("windows.csv", "windows.json"):
+        print(f"Wrote {arguments.out / name}")
+    return 0
 
 
 def _kernels(arguments: argparse.Namespace) -> int:

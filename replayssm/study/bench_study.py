@@ -11,7 +11,6 @@ their logits to one drift per position, without fetching or storing the results.
 
 import csv
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
+from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.lockstep import Arm, Lockstep
 from replayssm.models.adapter import Adapter
 from replayssm.models.kv_cache import AppendLayer
@@ -36,7 +36,8 @@ from replayssm.study.provenance import environment
 FULL_LENGTH = 131072
 PROMPT = 16
 PARTS = ("recurrence", "attention", "head", "drift")
-_ATTENTION = {"attention": ("attend", "fmha", "flash")}  # pieces of kernel names
+# Pieces of kernel names: of ours, and of torch's for attention that is not plainly causal.
+_ATTENTION = {"attention": ("_attend_kernel", "_join_kernel", "_append_kernel", "fmha", "flash")}
 _EIGHT = (
     *("fp16", "fp16-sr", "fp8", "fp8-sr", "nvfp4"),
     *("fp32+nvfp4", "fp16-sr+nvfp4", "fp8-sr+nvfp4"),
@@ -70,7 +71,8 @@ class Case:
     """One configuration that is timed.
 
     model: "builtin/NAME", a folder, or "random/NAME" (`models.random_weights`). lengths: tokens
-    already read when windows are timed. windows: how many are timed at each length.
+    already read when windows are timed. windows: how many are timed at each length. graphs: see
+    `engine.graphs`.
     """
 
     model: str
@@ -80,6 +82,7 @@ class Case:
     dtype: str = "float32"
     lengths: tuple[int, ...] = (1024, FULL_LENGTH // 2, FULL_LENGTH - 1024)
     windows: int = 8
+    graphs: str = "auto"
 
     def __post_init__(self) -> None:
         arm_set(self.arms)
@@ -105,14 +108,13 @@ def measure(case: Case, adapter: Adapter, *, profiled: bool = True) -> Iterator[
         torch.cuda.reset_peak_memory_stats(device)
     engine = _engine(case, adapter)
     step = _stepper(engine, case)
-    seek(engine, min(case.lengths))
-    warm_up = max(arm.policy.ring_len for arm in engine.arms) // case.window + 2
-    for _ in range(warm_up):  # compiles every kernel: the longest ring has been flushed
-        step()
+    # Until the longest ring has been flushed, twice: kernels are compiled, then graphs captured.
+    warm_up = 2 * max(1, max(arm.policy.ring_len for arm in engine.arms) // case.window) + 1
     for length in case.lengths:
         seek(engine, length)
-        step()
-        times = [_timed(step, device) for _ in range(case.windows)]
+        for _ in range(warm_up):
+            step()
+        seconds = _seconds(step, case.windows, device)
         row = {
             "model": case.model,
             "dtype": case.dtype,
@@ -122,16 +124,21 @@ def measure(case: Case, adapter: Adapter, *, profiled: bool = True) -> Iterator[
             "window": case.window,
             "length": length,
             "backend": "+".join(engine.backends),
-            "window_ms": round(1e3 * statistics.mean(times), 3),
-            "tokens_per_second": round(case.prompts * case.window / statistics.mean(times), 1),
+            "graphs": engine.effective()["graphs"],
+            "window_ms": round(1e3 * seconds, 3),
+            "tokens_per_second": round(case.prompts * case.window / seconds, 1),
             "peak_gib": _peak_gib(device),
         }
-        yield row | (_profile(step, adapter, min(4, case.windows)) if profiled else {})
+        if profiled:
+            with _eager(engine):
+                row["eager_window_ms"] = round(1e3 * _seconds(step, 2, device), 3)
+                row |= _profile(step, adapter, min(4, case.windows))
+        yield row
 
 
 def _engine(case: Case, adapter: Adapter) -> Lockstep:
     """A lockstep whose attention storage holds random numbers for every length of `case`."""
-    engine = Lockstep(adapter, arm_set(case.arms), window=case.window)
+    engine = Lockstep(adapter, arm_set(case.arms), window=case.window, graphs=case.graphs)
     prompts = torch.randint(adapter.vocab_size, (case.prompts, PROMPT))
     engine.start(prompts, tokens=max(case.lengths) + case.window * (4 * case.windows + 64))
     # A fraction at a time: random numbers are made in FP32, and storage may fill the device.
@@ -168,13 +175,14 @@ def _stepper(engine: Lockstep, case: Case) -> Callable[[], None]:
     return step
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one step, all of its work on the device included."""
+def _seconds(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Seconds of one of `steps` steps, all of their work on the device included."""
     _synchronize(device)
     start = time.perf_counter()
-    step()
+    for _ in range(steps):
+        step()
     _synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / steps
 
 
 def _synchronize(device: torch.device) -> None:
@@ -189,6 +197,17 @@ def _peak_gib(device: torch.device) -> float | None:
 
 
 # -- where the time goes ---------------------------------------------------------------------------
+@contextmanager
+def _eager(engine: Lockstep) -> Iterator[None]:
+    """While active, no step is replayed: only launches one by one can be told apart."""
+    stream = engine._stream
+    before, stream.graphs = stream.graphs, StepGraphs(stream.session, mode="off")
+    try:
+        yield
+    finally:
+        stream.graphs = before
+
+
 @contextmanager
 def _labelled(adapter: Adapter) -> Iterator[None]:
     """While active, the recurrence and the last projection are named in a profile."""
@@ -233,8 +252,8 @@ def _profile(step: Callable[[], None], adapter: Adapter, windows: int) -> dict:
 def extrapolate(rows: Sequence[dict], tokens: int = FULL_LENGTH) -> float | None:
     """Seconds to read `tokens` tokens of each prompt, from rows of one case at several lengths.
 
-    Time is taken as linear in the length between rows, and to both ends from the nearest two; None
-    with fewer than two rows.
+    Time is taken as linear in the length between rows, and from the nearest two to both ends (where
+    it never falls with the length); None with fewer than two rows.
     """
     points = sorted((row["length"], row["window_ms"]) for row in rows)
     if len(points) < 2:
@@ -242,7 +261,7 @@ def extrapolate(rows: Sequence[dict], tokens: int = FULL_LENGTH) -> float | None
 
     def at(length: float, pair: Sequence[tuple[float, float]]) -> tuple[float, float]:
         (x0, y0), (x1, y1) = pair
-        return length, y0 + (y1 - y0) * (length - x0) / (x1 - x0)
+        return length, max(0.0, y0 + max(0.0, y1 - y0) * (length - x0) / (x1 - x0))
 
     line = [at(0, points[:2]), *(p for p in points if 0 < p[0] < tokens), at(tokens, points[-2:])]
     area = sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(line))
@@ -284,7 +303,8 @@ def _line(row: dict) -> str:
     if "device_ms" in row:
         parts = ", ".join(f"{part} {row[f'{part}_ms']:.2f}" for part in (*PARTS, "rest"))
         text += (
-            f"; device {row['device_ms']:.2f} ms ({parts}), {row['launches']} launches, "
+            f" ({row['graphs']}; {row['eager_window_ms']:.2f} ms launched one by one); "
+            f"device {row['device_ms']:.2f} ms ({parts}), {row['launches']} launches, "
             f"peak {row['peak_gib']} GiB"
         )
     return text
