@@ -40,8 +40,8 @@ LAYER = 9
 SMALL = dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16)
 # Widths that are no power of two; one, two and three value heads a key head.
 SHAPES = {
-    "r1-k80-v96": dict(num_k_heads=2, num_v_heads=2, head_k_dim=80, head_v_dim=96),
-    "r2-k96-v80": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=80),
+    "r1-k48-v24": dict(num_k_heads=2, num_v_heads=2, head_k_dim=48, head_v_dim=24),
+    "r2-k96-v20": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=20),
     "r3-k16-v5": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
 }
 KIMI = dict(num_k_heads=32, num_v_heads=32, head_k_dim=128, head_v_dim=128)
@@ -144,10 +144,10 @@ def _poisoned_outputs(monkeypatch):
 @pytest.mark.parametrize(
     "shape, ring_len, windows",
     [
-        ("r1-k80-v96", 1, (1,)),
-        ("r1-k80-v96", 16, (3, 1, 7)),
-        ("r2-k96-v80", 5, (1, 4)),
-        ("r2-k96-v80", 32, (27, 5)),
+        ("r1-k48-v24", 1, (1,)),
+        ("r1-k48-v24", 16, (3, 1, 7)),
+        ("r2-k96-v20", 5, (1, 4)),
+        ("r2-k96-v20", 32, (27, 5)),
         ("r3-k16-v5", 5, (5,)),
         ("r3-k16-v5", 40, (1, 32, 2)),
     ],
