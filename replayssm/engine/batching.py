@@ -129,7 +129,7 @@ def generate_many(
         graphs: whether steps are replayed from CUDA graphs: "auto", "on" or "off" (`graphs.py`).
 
     Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
-    reached: check all of them first), or if logits are not finite.
+    reached: check all of them first), or if logits or states (NonFiniteStateError) are not finite.
     """
     for name, value in (("lanes", lanes), ("prefill", 1 if prefill is None else prefill)):
         if value < 1:
@@ -170,7 +170,10 @@ def generate_many(
         if len(places) < len(batch.lanes):
             logits = logits[places]
         running = [batch.lanes[place] for place in places]
-        for completion in advance(running, logits):
+        ended = advance(running, logits)
+        if ended:  # no answer comes from a state that was not finite
+            batch.check_finite()
+        for completion in ended:
             batch.end(completion.index)
             yield completion
 
@@ -354,6 +357,10 @@ class _Batch:
         """Free the lane of request `index`."""
         place = next(p for p, lane in enumerate(self.lanes) if lane and lane.index == index)
         self.lanes[place] = None
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteStateError if a state was not finite when it was written."""
+        self._session.check_finite()
 
     def step(self) -> Tensor:
         """Every lane reads its next token; logits [lanes, V], of free lanes meaningless.

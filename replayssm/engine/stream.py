@@ -83,7 +83,7 @@ class Stream:
         """Read `tokens` [rows, T] under the policies; returns FP32 logits [rows, T, V].
 
         Raises NonFiniteStateError if a state that is written is not finite: with kernels, at most
-        FINITE_CHECK_TOKENS tokens later, or T if that is more.
+        FINITE_CHECK_TOKENS tokens later (or T, if that is more), and by the end of `capacity`.
         """
         assert self.session.decoding, "hand_over() first"
         if tokens.shape[0] != len(self.source):
@@ -98,7 +98,7 @@ class Stream:
         )
         self.position += tokens.shape[1]
         self._unchecked += tokens.shape[1]
-        if self._unchecked >= FINITE_CHECK_TOKENS:
+        if self._unchecked >= FINITE_CHECK_TOKENS or self.position >= self.capacity:
             self.session.check_finite()
             self._unchecked = 0
         return logits

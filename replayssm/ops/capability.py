@@ -23,7 +23,8 @@ MAX_RING_LEN = {"mamba2": 64, "gated_delta": 64, "kimi_delta": 32}
 KERNELS = tuple(MAX_RING_LEN)
 
 MAX_TOKENS = 32  # of one window
-MAX_ROWS = MAX_COLS = 256  # of one head's state
+# Of one head's state: a program that writes a scale per head holds all of it.
+MAX_ROWS, MAX_COLS = 128, 256
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of inputs kept as they arrive
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
