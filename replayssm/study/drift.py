@@ -18,6 +18,9 @@ equal logits give exactly 0, and the candidates cost one exponential each. FP32 
 question: their errors, about 1e-6, are larger than the drift of an FP16 state. Nothing is ever
 clamped.
 
+On a GPU two kernels do this (`triton_drift`): nothing is copied to float64, and nothing waits, so
+that a window's results can stay on the device until many are fetched together.
+
 Rows with an infinite or NaN logit, or with |d| so large that e^d could overflow, take
 `exact_divergence`: log-softmax per row with the conventions 0 log 0 = 0 and p log(p / 0) = +inf.
 """
@@ -28,8 +31,8 @@ import torch
 
 # Above this |d| the exponentials of the quick form are not safe in float64.
 _LARGEST_DIFFERENCE = 200.0
-# Elements of float64 work held at once: fits a CPU's cache, fills a GPU, bounds memory on both.
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+# Elements of float64 work held at once: fits a CPU's cache.
+_CHUNK_ELEMENTS = 1 << 19
 
 
 class ReferenceTerms(NamedTuple):
@@ -58,6 +61,11 @@ class Drift(NamedTuple):
     reference: ReferenceTerms
 
 
+def uses_kernels(device: torch.device) -> bool:
+    """Whether logits on this device are reduced by kernels."""
+    return device.type == "cuda"
+
+
 def window_drift(reference: torch.Tensor, candidates: torch.Tensor, tokens: torch.Tensor) -> Drift:
     """Compare candidates with the reference at R positions.
 
@@ -77,7 +85,14 @@ def window_drift(reference: torch.Tensor, candidates: torch.Tensor, tokens: torc
             "the last projection has to be computed in FP32"
         )
     rows, vocab = reference.shape
-    step = max(1, _CHUNK_ELEMENTS[reference.device.type] // (vocab * max(1, candidates.shape[0])))
+    if uses_kernels(reference.device):
+        from replayssm.study.triton_drift import drift_of_rows
+
+        *found, entropy, top1_prob, margin, finite = drift_of_rows(
+            reference, candidates, tokens, _LARGEST_DIFFERENCE
+        )
+        return Drift(*found, ReferenceTerms(entropy, top1_prob, margin, finite))
+    step = max(1, _CHUNK_ELEMENTS // (vocab * max(1, candidates.shape[0])))
     parts = [
         _drift_of_rows(reference[i : i + step], candidates[:, i : i + step], tokens[i : i + step])
         for i in range(0, rows, step)

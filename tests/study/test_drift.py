@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from replayssm.study.drift import exact_divergence, window_drift
+from replayssm.study import drift as module
+from replayssm.study.drift import Drift, ReferenceTerms, exact_divergence, window_drift
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def backend(request, monkeypatch):
+    """Every test runs on both; kernels run in Triton's interpreter where there is no GPU."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(module, "uses_kernels", lambda device: request.param == "kernels")
+    return request.param
 
 
 def logits(rows, vocab, seed=0, scale=3.0):
@@ -20,7 +33,11 @@ def of_probabilities(p):
 
 def drift(reference, *candidates, tokens=None):
     tokens = torch.zeros(len(reference), dtype=torch.int64) if tokens is None else tokens
-    return window_drift(reference, torch.stack(candidates), tokens)
+    given = (reference, torch.stack(candidates), tokens)
+    if module.uses_kernels(reference.device):
+        given = [tensor.to(DEVICE) for tensor in given]
+    *found, terms = window_drift(*given)
+    return Drift(*(t.cpu() for t in found), ReferenceTerms(*(t.cpu() for t in terms)))
 
 
 def long_double_kl(z, zc):
@@ -156,11 +173,9 @@ def test_a_tie_with_the_best_token_still_matches():
 
 
 def test_results_do_not_depend_on_how_rows_are_cut(monkeypatch):
-    from replayssm.study import drift as module
-
     z, zc = logits(13, 64), logits(13, 64, seed=1)
     whole = drift(z, zc)
-    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 64 * 3)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 64 * 3)
     pieces = drift(z, zc)
     np.testing.assert_allclose(pieces.kl, whole.kl, rtol=1e-13)
     assert pieces.top1_match.tolist() == whole.top1_match.tolist()
@@ -169,3 +184,20 @@ def test_results_do_not_depend_on_how_rows_are_cut(monkeypatch):
 def test_narrow_logits_are_refused():
     with pytest.raises(ValueError, match="float32"):
         drift(logits(1, 8).bfloat16(), logits(1, 8))
+
+
+def test_many_blocks_of_vocabulary_and_rows():
+    """The last block of vocabulary is not a whole one; ties and the best token lie anywhere."""
+    z = logits(5, 2500, scale=1.0)
+    z[0, 2499] = z[1, 0] = z[2, 1500] = 9.0
+    z[3, [7, 2400]] = 9.0
+    zc = z + logits(5, 2500, seed=1, scale=1e-3)
+    found = drift(z, zc, z.flip(-1))
+    for arm, other in enumerate((zc, z.flip(-1))):
+        expected = [long_double_kl(a, b) for a, b in zip(z, other, strict=True)]
+        np.testing.assert_allclose(found.kl[arm], expected, rtol=1e-8)
+    best = z.topk(2).values.double()
+    np.testing.assert_allclose(found.reference.top2_margin, best[:, 0] - best[:, 1])
+    assert found.reference.top2_margin[3] == 0
+    matches = [bool(row[row.flip(-1).argmax()] == row.max()) for row in z]
+    assert found.top1_match[1].tolist() == matches
