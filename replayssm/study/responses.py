@@ -103,6 +103,7 @@ class Responder:
         self.max_length = max_length or loaded.adapter.max_positions
         self.think_end = find_token(loaded, think_end_token)
         self.stop_tokens = stop_tokens(loaded)
+        self._pieces: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's own special tokens unless it starts so."""
@@ -177,18 +178,32 @@ class Responder:
         mark = self._open_mark(prompt)
         # A token is at least one byte, so the string lies within this many tokens.
         reach = max(len(text.encode()) for text in until)
+        ends = {text[-1] for text in until if text}
         start = 0 if mark is None else None
 
         def stop(tokens: Sequence[int]) -> bool:
             nonlocal start
             if mark is not None and tokens[-1] == mark:
                 start = len(tokens)
-            if start is None or start == len(tokens):
+            if start is None or start == len(tokens) or not self._may_add(tokens[-1], ends):
                 return False
             tail = self.tokenizer.decode(tokens[max(start, len(tokens) - reach) :])
             return any(text in tail for text in until)
 
         return stop
+
+    def _may_add(self, token: int, ends: set[str]) -> bool:
+        """Whether text may have got one of the characters `ends` by `token`, going by the token
+        alone.
+
+        This spares most lanes the decoding of their tail after each token. A token that is part of
+        a character decodes to a replacement character; one that is a space, to nothing with some
+        tokenizers.
+        """
+        if token not in self._pieces:
+            self._pieces[token] = self.tokenizer.decode([token])
+        piece = self._pieces[token]
+        return "\ufffd" in piece or any(end == " " or end in piece for end in ends)
 
     def _sample(
         self, prompt: Prompt, encoded: Sequence[int], done: Completion, settings: Settings

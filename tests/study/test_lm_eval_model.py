@@ -211,6 +211,19 @@ def test_a_stop_string_of_several_tokens_ends_generation(monkeypatch):
     assert (sample.answer, sample.new_tokens) == ("12 ", 12)
 
 
+def test_stop_strings_are_looked_for_after_every_token_that_may_complete_one(monkeypatch):
+    """Sparing most tokens the look changes nothing: stops come where they came with all looks."""
+    from replayssm.study.responses import Responder
+
+    for text, until in (("12 Question: more", "Question:"), ("a b  c", "  "), ("x\n\ny", "\n\n")):
+        lm = reasoner(monkeypatch, [*text])
+        spared = sample_of(lm, until=(until,))
+        with monkeypatch.context() as patch:
+            patch.setattr(Responder, "_may_add", lambda *_: True)
+            assert sample_of(lm, until=(until,)) == spared
+        assert spared.finish == "stop"
+
+
 # -- templates -------------------------------------------------------------------------------------
 def test_chat_template():
     chat = [{"role": "user", "content": "hi"}]
