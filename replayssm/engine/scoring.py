@@ -79,24 +79,31 @@ def _score_batch(adapter, texts, policy, rows, seed, backend) -> list[tuple[floa
         policy=policy, sequences=tuple(t.sequence for t in filled), seeds=(seed,) * rows
     )
     stream = Stream(adapter, [group], source=range(rows), capacity=width, backend=backend)
-    sums = [0.0] * len(texts)
-    greedy = [True] * len(texts)
+    # Positions whose next token is scored, begin <= position < end; none in rows that only fill up.
+    ends = [len(text.tokens) - 1 for text in texts] + [0] * (rows - len(texts))
+    begins = [end - text.scored for end, text in zip(ends, filled, strict=True)]
+    begins[len(texts) :] = [0] * (rows - len(texts))
+    begin, end = (torch.tensor(n, device=tokens.device)[:, None] for n in (begins, ends))
+    following = [[*text.tokens[1:], *[0] * width][:width] for text in filled]
+    targets = torch.tensor(following, device=tokens.device)
+    sums = torch.zeros(rows, dtype=torch.float64, device=tokens.device)
+    greedy = torch.ones(rows, dtype=torch.bool, device=tokens.device)
 
     def collect(logits: torch.Tensor, first: int) -> None:
         """Add what logits [rows, T, V] at positions first .. say about the tokens after them."""
-        for row, text in enumerate(texts):
-            begin = max(first, len(text.tokens) - text.scored - 1)
-            end = min(first + logits.shape[1], len(text.tokens) - 1)
-            if begin >= end:
-                continue
-            part = logits[row, begin - first : end - first]
-            target = torch.tensor(text.tokens[begin + 1 : end + 1], device=part.device)
-            logp = torch.log_softmax(part.double(), dim=-1).gather(-1, target[:, None])
-            sums[row] += float(logp.sum())
-            greedy[row] = greedy[row] and bool((part.argmax(dim=-1) == target).all())
+        nonlocal sums, greedy
+        last = first + logits.shape[1]
+        if not any(b < last and first < e for b, e in zip(begins, ends, strict=True)):
+            return
+        position = torch.arange(first, last, device=logits.device)
+        scored = (begin <= position) & (position < end)
+        target = targets[:, first:last]
+        logp = torch.log_softmax(logits.double(), dim=-1).gather(-1, target[..., None])[..., 0]
+        sums = sums + logp.where(scored, 0.0).sum(1)
+        greedy = greedy & ((logits.argmax(dim=-1) == target) | ~scored).all(1)
 
     collect(stream.prefill(tokens[:, :1])[:, None], 0)
     stream.hand_over()
     for at in range(1, width, window):
         collect(stream.step(tokens[:, at : at + window]), at)
-    return list(zip(sums, greedy, strict=True))
+    return list(zip(sums.tolist(), greedy.tolist(), strict=True))[: len(texts)]

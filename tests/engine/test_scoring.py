@@ -17,12 +17,13 @@ def texts(lengths=(5, 40, 17, 2, 33)):
     ]
 
 
+# The longest of the second set is read to the very end of a window.
+@pytest.mark.parametrize("lengths", [(5, 40, 17, 2, 33), (20, 34)])
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
-def test_fp32_scores_are_those_of_one_forward_pass(name):
-    model = tiny_model(name)
-    for text, (score, greedy) in zip(
-        texts(), score_texts(Adapter(model), texts(), parse_policy("fp32@8")), strict=True
-    ):
+def test_fp32_scores_are_those_of_one_forward_pass(name, lengths):
+    model, asked = tiny_model(name), texts(lengths)
+    scores = score_texts(Adapter(model), asked, parse_policy("fp32@8"))
+    for text, (score, greedy) in zip(asked, scores, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([text.tokens]), use_cache=False).logits[0].double()
         logp = torch.log_softmax(logits, -1)[-text.scored - 1 : -1]
