@@ -1,9 +1,10 @@
-"""How much faster than token by token is reading a text in windows of 16, with nine rows (CPU)?
+"""How much faster than token by token is reading a text in windows of 16, with nine rows?
 
 Both ways give the same numbers (the tests say so); this measures what the windows are for. Prints a
 table and, with --out FILE.csv or FILE.json, writes it.
 
     python scripts/bench_windows.py --out results/bench/windows.csv
+    python scripts/bench_windows.py --device cuda --tokens 1024 --out results/bench/windows_gpu.csv
 """
 
 import argparse
@@ -32,6 +33,7 @@ ROWS = (
     "fp8-sr+nvfp4",
 )
 PROMPT = 64
+WARM_UP = 64  # tokens that are not timed: on a GPU, kernels are compiled and graphs captured
 
 
 def arms() -> list[Arm]:
@@ -41,19 +43,30 @@ def arms() -> list[Arm]:
 
 
 def seconds_per_token(adapter, window: int, tokens: int) -> float:
-    """Reads `tokens` tokens with nine rows in windows of `window`; prefill is not counted."""
-    text = torch.randint(0, adapter.vocab_size, (1, PROMPT + tokens))
+    """Reads `tokens` tokens with nine rows in windows of `window`; what comes before is not
+    counted.
+    """
+    text = torch.randint(0, adapter.vocab_size, (1, PROMPT + WARM_UP + tokens))
     engine = Lockstep(adapter, arms(), window=window)
-    engine.start(text[:, :PROMPT], tokens=tokens)
-    start = time.perf_counter()
-    for _ in engine.read(text[:, PROMPT:]):
+    engine.start(text[:, :PROMPT], tokens=WARM_UP + tokens)
+    for _ in engine.read(text[:, PROMPT : PROMPT + WARM_UP]):
         pass
+    synchronize(adapter.device)
+    start = time.perf_counter()
+    for _ in engine.read(text[:, PROMPT + WARM_UP :]):
+        pass
+    synchronize(adapter.device)
     return (time.perf_counter() - start) / tokens
 
 
-def measure(name: str, *, window: int, tokens: int, repeats: int) -> dict:
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(name: str, *, window: int, tokens: int, repeats: int, device: str = "cpu") -> dict:
     """One row of the table; ways alternate, so that a busy moment hits both."""
-    adapter = load(name).adapter
+    adapter = load(name, device=device).adapter
     seconds_per_token(adapter, window, 2 * window)  # allocator and thread pool
     times: dict[int, list[float]] = {window: [], 1: []}
     for _ in range(repeats):
@@ -70,9 +83,15 @@ def measure(name: str, *, window: int, tokens: int, repeats: int) -> dict:
         "token_by_token_ms_per_token": round(1e3 * single, 3),
         "speedup": round(single / windows, 2),
         "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(adapter.device),
         "torch": torch.__version__,
     }
+
+
+def processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -93,6 +112,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="0: what torch chooses")
     parser.add_argument("--out", type=Path, help="FILE.csv or FILE.json")
     arguments = parser.parse_args()
@@ -104,7 +124,11 @@ def main() -> None:
     print(f"{'model':24} {'windows':>12} {'token by token':>16} {'speedup':>9}   (ms a token)")
     for name in arguments.models:
         row = measure(
-            name, window=arguments.window, tokens=arguments.tokens, repeats=arguments.repeats
+            name,
+            window=arguments.window,
+            tokens=arguments.tokens,
+            repeats=arguments.repeats,
+            device=arguments.device,
         )
         rows.append(row)
         print(

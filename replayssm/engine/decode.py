@@ -78,7 +78,7 @@ def generate(
         token = torch.where(stopped, chosen[-1], token) if chosen else token
         chosen.append(token)
         stopped = stopped | torch.isin(token, stop)
-        if len(chosen) == max_new_tokens or bool(stopped.all()):
+        if len(chosen) == max_new_tokens or (stop_tokens and bool(stopped.all())):
             break
         logits = stream.step(token[:, None])[:, -1]
     return [_cut(row, set(stop_tokens)) for row in torch.stack(chosen, dim=1).tolist()]
