@@ -222,9 +222,10 @@ class StateUpdate:
 
     @torch.no_grad()
     def commit(self, cache: ReplayCache, accepted: int | Tensor) -> None:
-        """Keeps the first `accepted` (one number, or [B]) tokens of the last window.
+        """Keeps the first `accepted` (one number, or [B] of them) tokens of the last window.
 
-        Numbers on a GPU are checked there: one out of range ends the process's use of that GPU.
+        [B] on a GPU are checked there: one out of range ends the process's use of that GPU. A
+        single number on a GPU is fetched from it.
         """
         if isinstance(accepted, Tensor) and accepted.dim() == 0:
             accepted = int(accepted)
