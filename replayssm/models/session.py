@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from replayssm.models.patching import (
 from replayssm.models.threads import few_threads
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import StateUpdate
+
+_BRANCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +196,37 @@ class ReplaySession:
         else:
             if rows != self.rows:
                 raise UnsupportedInputError(f"the session decodes {self.rows} rows, got {rows}")
-            parts = [self._run_group(state, index, inputs) for index in range(len(self.groups))]
+            parts = self._run_groups(state, inputs)
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             if self.observer is not None:
                 self.observer(state.layer.index, inputs, out)
-        if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not _capturing(out):
             state.tokens += tokens
         return out
+
+    def _run_groups(self, state: _LayerState, inputs: Any) -> list[Tensor]:
+        """Outputs of each group. In a graph that is being captured, groups are branches beside each
+        other: a group has too few rows to fill a GPU.
+        """
+        groups = range(len(self.groups))
+        if len(groups) == 1 or not _capturing(inputs[0]):
+            return [self._run_group(state, index, inputs) for index in groups]
+        main, sides = torch.cuda.current_stream(), self._side_streams[: len(groups)]
+        for side in sides:
+            side.wait_stream(main)
+        parts = []
+        for index in groups:
+            with torch.cuda.stream(sides[index % len(sides)]):
+                parts.append(self._run_group(state, index, inputs))
+        # What branches allocated is used again only by branches that wait for `main`, and so for
+        # its use there.
+        for side in sides:
+            main.wait_stream(side)
+        return parts
+
+    @cached_property
+    def _side_streams(self) -> list["torch.cuda.Stream"]:
+        return [torch.cuda.Stream() for _ in range(_BRANCHES)]
 
     def _run_group(self, state: _LayerState, index: int, inputs: Any) -> Tensor:
         group, family = self.groups[index], self.adapter.family
@@ -374,3 +401,8 @@ class ReplaySession:
             if state.layer.index == layer:
                 return state
         raise ValueError(f"layer {layer} is not recurrent; recurrent layers: {self.layer_indices}")
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which case nothing happens now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
