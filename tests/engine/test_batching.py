@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreter import needs_interpreter
 from tiny_models import TINY_ARCHITECTURES, tiny_model
 
 from replayssm.engine import batching
@@ -107,9 +108,7 @@ def test_lanes_compute_what_the_model_itself_computes(name, logits_seen):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_attention_by_kernel_depends_on_the_row_only(logits_seen, monkeypatch):
     """The GPU's path, in the interpreter: other neighbours, another order, another storage."""
-    triton = pytest.importorskip("triton")
-    if triton.__version__.startswith("3.6"):
-        pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
+    needs_interpreter()
     monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
     adapter, asked = Adapter(tiny_model("qwen3_5")), requests(9, seed=3)
     first = run(adapter, asked)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from interpreter import needs_interpreter
 from tiny_models import random_tokens, tiny_model
 
 from replayssm.engine import graphs
@@ -115,9 +116,7 @@ def test_short_texts_are_not_worth_it(recorded):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_more_keys_take_another_graph(recorded, monkeypatch):
     """Attention looks at keys in steps of 16 here; each step is a graph, the last cut to room."""
-    triton = pytest.importorskip("triton")
-    if triton.__version__.startswith("3.6"):
-        pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
+    needs_interpreter()
     monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
     monkeypatch.setattr(graphs, "KEYS", 16)
     adapter, text = Adapter(tiny_model("qwen3_5")), random_tokens(1, 8 + 36)

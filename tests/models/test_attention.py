@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreter import needs_interpreter
 from tiny_models import random_tokens
 
 from replayssm.models import Adapter, ReplaySession, RowGroup, attention
@@ -74,13 +75,6 @@ def test_what_is_noted_is_for_one_call():
     first, _ = attend(None, q, torch.cat([q, q], 2), torch.cat([q, 2 * q], 2), None)
     second, _ = attend(None, q, torch.cat([q, q], 2), torch.cat([q, 2 * q], 2), None)
     assert torch.equal(first, q) and not torch.equal(second, q)
-
-
-def needs_interpreter():
-    import triton
-
-    if not torch.cuda.is_available() and triton.__version__.startswith("3.6"):
-        pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
