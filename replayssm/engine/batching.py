@@ -314,6 +314,7 @@ class _Batch:
             source=range(len(requests)),
             capacity=capacity,
             backend=self._backend,
+            graphs=self._mode,
         )
 
     def _group(self, sequences: Sequence[int]) -> RowGroup:
