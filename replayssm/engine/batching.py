@@ -300,7 +300,7 @@ class _Batch:
         )
         return _Row(
             lane=_Lane(index=index, request=request, position=at, unread=list(request.prompt[at:])),
-            tensors={k: v.clone() for k, v in _row_tensors(stream.session, row).items()},
+            tensors={k: v.clone() for k, v in stream.session.row(row).items()},
             cache=cache,
             logits=None,
         )
@@ -383,12 +383,3 @@ class _Batch:
     def _forward(self, tokens: Tensor) -> Tensor:
         with self._session:
             return self._cache.step(tokens)
-
-
-def _row_tensors(session: ReplaySession, row: int) -> dict[str, Tensor]:
-    """Views of one row of everything in a session that has rows."""
-    return {
-        name: tensor[row]
-        for name, tensor in session.tensors().items()
-        if tensor.dim() and ".parameters." not in name
-    }

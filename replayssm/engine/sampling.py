@@ -15,6 +15,9 @@ from replayssm.formats.philox import philox4x32
 # Second word of the Philox key; state rounding uses (stream << 24) + layer, with small streams.
 _SAMPLING_KEY = 0xFFFFFFFF
 
+# What a draw decides: the next token, a draft, whether a draft is accepted, what replaces it.
+CHOICE, DRAFT, ACCEPT, REPLACE = range(4)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
@@ -38,11 +41,16 @@ class Sampler:
             return logits.argmax(dim=-1)
         # Summed in float64, so that 250k small terms do not lose the tail.
         mass = torch.softmax(logits.double() / self.temperature, dim=-1).cumsum(dim=-1)
-        draw = self._uniform(prompts, position).to(mass.device)[:, None] * mass[:, -1:]
+        draw = self.uniform(prompts, position).to(mass.device)[:, None] * mass[:, -1:]
         return torch.searchsorted(mass, draw, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
-    def _uniform(self, prompts: Sequence[int], position: int) -> Tensor:
-        """One float64 in [0, 1) with 53 random bits for each prompt."""
+    def uniform(
+        self, prompts: Sequence[int], position: int | Tensor, *, purpose: int = CHOICE
+    ) -> Tensor:
+        """One float64 in [0, 1) with 53 random bits for each prompt, on the CPU.
+
+        purpose: what it decides; draws for different purposes are independent.
+        """
         ids = torch.tensor(list(prompts), dtype=torch.int64)
-        high, low, _, _ = philox4x32((position, ids, 0, 0), (self.seed, _SAMPLING_KEY))
+        high, low, _, _ = philox4x32((position, ids, purpose, 0), (self.seed, _SAMPLING_KEY))
         return ((high >> 5).double() * 67108864.0 + (low >> 6).double()) / 9007199254740992.0

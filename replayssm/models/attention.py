@@ -125,11 +125,13 @@ def _attend_row_by_row(
     query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float
 ) -> Tensor:
     """Every row over exactly its own keys, as if it were alone."""
-    assert query.shape[2] == 1, "rows of different lengths read one token at a time on the CPU"
-    outputs = []
+    tokens, outputs = query.shape[2], []
     for row, past in enumerate(rows.past.tolist()):
         q, k, v = (t[row : row + 1] for t in (query, key, value))
-        outputs.append(_attend_by_torch(q, k[:, :, : past + 1], v[:, :, : past + 1], None, scale))
+        k, v, mask = k[:, :, : past + tokens], v[:, :, : past + tokens], None
+        if tokens > 1:
+            mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool).tril(past)
+        outputs.append(_attend_by_torch(q, k, v, mask, scale))
     return torch.cat(outputs)
 
 

@@ -1,4 +1,4 @@
-"""One token for many rows of different lengths: a cache whose rows are refilled one by one.
+"""Tokens for many rows of different lengths: a cache whose rows are refilled one by one.
 
 Owns the attention side of a batch whose rows are at different positions. Keys lie in one storage
 with a length for each row (`kv_cache.RowLayer`); attention runs every row over exactly its own: a
@@ -75,6 +75,16 @@ class LaneCache:
                     if theirs.has_previous_state[slot]:
                         mine.conv_states[slot][lane] = states[0]
 
+    def take(self, lane: int, *, tokens: int) -> Cache:
+        """A copy of the first `tokens` tokens of `lane`, for `put`; its convolution inputs are
+        those of now.
+        """
+        tensors = {
+            name: tensor[:, :, :tokens] if name.endswith((".keys", ".values")) else tensor
+            for name, tensor in cache_tensors(self._cache).items()
+        }
+        return filled_cache(self._adapter.config, tensors, rows=[lane])
+
     def seek(self, positions: Sequence[int]) -> None:
         """Say how many tokens each lane holds (0 for one without a sequence)."""
         past = torch.tensor(positions, dtype=torch.int64)
@@ -82,17 +92,24 @@ class LaneCache:
         self._cursor.tokens = max(positions)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Read one token a lane, `tokens` [B, 1] int64, at `seek`'s positions, which then move on by
-        one; returns FP32 logits [B, V].
+        """Read one token a lane, `tokens` [B, 1] int64, at `seek`'s positions, which then move on
+        by one; returns FP32 logits [B, V].
+        """
+        logits = self.read(tokens)[:, -1]
+        self._cursor.advance(1)
+        return logits
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read `tokens` [B, T] from `seek`'s positions on, which stay; returns FP32 logits
+        [B, T, V].
         """
         adapter = self._adapter
         kwargs = {adapter._cache_keyword: self._cache, "use_cache": True}
         if adapter._takes_positions:
-            kwargs["position_ids"] = self._cursor.past[:, None]
+            following = torch.arange(tokens.shape[1], device=tokens.device)
+            kwargs["position_ids"] = self._cursor.past[:, None] + following
         with self._row_by_row():
-            logits = adapter.model(input_ids=tokens, **kwargs).logits[:, -1]
-        self._cursor.advance(1)
-        return logits
+            return adapter.model(input_ids=tokens, **kwargs).logits
 
     @contextmanager
     def _row_by_row(self) -> Iterator[None]:
@@ -106,6 +123,11 @@ class LaneCache:
 
         def attend(module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
             note_rows(None)
+            if query.shape[2] > 1:
+                raise UnsupportedInputError(
+                    f"rows of different lengths read several tokens at once through the attention "
+                    f"function 'sdpa' only, not {before!r}"
+                )
             run = _attention_function(before, module)
             outputs = []
             for i, past in enumerate(self._cursor.past.tolist()):

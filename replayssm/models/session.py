@@ -117,6 +117,9 @@ class ReplaySession:
         self._active: ExitStack | None = None
         self.decoding = False
         self.replaced: dict[str, str] = {}
+        # How rows read tokens in a decode pass: `StateUpdate.step`, or what a speculative decoder
+        # puts in its place.
+        self.reader: Callable[[StateUpdate, ReplayCache, Any], Tensor] = StateUpdate.step
         # Called with (layer index, inputs of the operator, its outputs) of every decode pass, all
         # rows; may keep the tensors, must not write them.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
@@ -234,7 +237,7 @@ class ReplaySession:
             inputs = family.select_rows(inputs, self._rows[index])
         if group.log_decay_factor != 1.0:
             inputs = family.scale_log_decay(inputs, group.log_decay_factor)
-        return state.updates[index].step(state.caches[index], inputs)
+        return self.reader(state.updates[index], state.caches[index], inputs)
 
     def prefill_states(self) -> list[tuple[int, Tensor | None]]:
         """(tokens seen, FP32 state [rows, H, P, N] or None before any token) of each layer in
@@ -297,6 +300,14 @@ class ReplaySession:
                     {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
                 )
         self.decoding = True
+
+    def row(self, row: int) -> dict[str, Tensor]:
+        """Views of one row of every tensor that has rows, for `put_row`."""
+        return {
+            name: tensor[row]
+            for name, tensor in self.tensors().items()
+            if tensor.dim() and ".parameters." not in name
+        }
 
     def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
         """Overwrite a row of the only group with tensors named as in `tensors()`, without row axis;

@@ -8,6 +8,7 @@ backend, `triton_kernels.py` the one for GPUs; a cache written by one can be rea
     load       hand-over: the prefill's state is rounded into checkpoint and read copy
     window     outputs of T tokens; appends them to the ring past the cursor, commits nothing
     commit     advances the cursor over the first n of them; the rest was a rejected draft
+    rollback   moves the cursor back over committed tokens that are still in the ring
     flush      folds the ring into the checkpoint in FP32, rounds once, empties the ring
     step       window + commit + flush of full rings, for any number of tokens
 
@@ -43,7 +44,14 @@ from replayssm.ops.mamba2 import reference as mamba2
 from replayssm.policy import PrecisionPolicy, Storage
 from replayssm.state_update.reference import Reference, check_precision, ring_parts
 
-__all__ = ["BACKENDS", "PREFILL_BACKEND", "RECURRENCES", "Inputs", "StateUpdate"]
+__all__ = [
+    "BACKENDS",
+    "PREFILL_BACKEND",
+    "RECURRENCES",
+    "Inputs",
+    "StateUpdate",
+    "select_tokens",
+]
 
 PREFILL_BACKEND = "reference"
 """The backend of `prefill`, whatever the update's is."""
@@ -250,6 +258,22 @@ class StateUpdate:
         cache.uncommitted, cache.may_be_full = 0, True
 
     @torch.no_grad()
+    def rollback(self, cache: ReplayCache, rejected: int | Tensor) -> None:
+        """Takes back the last `rejected` (one number, or [B] on the CPU) committed tokens.
+
+        Only while they are in the ring: ValueError where fewer have been committed since the last
+        flush. Moves the cursor; state and ring stay as they are.
+        """
+        taken, where = torch.as_tensor(rejected), torch.as_tensor(cache.cursor)
+        if bool((taken < 0).any()) or bool((taken > where).any()):
+            raise ValueError(
+                f"layer {self.layer}: cannot take back {taken.tolist()} tokens, the ring holds "
+                f"{where.tolist()}"
+            )
+        cache.advance(-rejected)
+        cache.uncommitted = 0
+
+    @torch.no_grad()
     def flush(self, cache: ReplayCache, rows: Tensor | None = None) -> None:
         """Folds the committed records of `rows` (bool [B]; default all) and empties their rings.
 
@@ -275,7 +299,7 @@ class StateUpdate:
         for tokens, full in self._schedule(cache, total):
             read = None
             if tokens:
-                part = _tokens(inputs, done, done + tokens)
+                part = select_tokens(inputs, done, done + tokens)
                 output, read = self._window(cache, part, tokens)
                 outputs.append(output)
                 cache.advance(tokens)
@@ -340,7 +364,7 @@ class StateUpdate:
             state = torch.zeros((first.shape[0], *self.geometry.state_shape), device=first.device)
         outputs = []
         for start in range(0, total, chunk):
-            part = _tokens(inputs, start, min(start + chunk, total))
+            part = select_tokens(inputs, start, min(start + chunk, total))
             ring = self._ops.records(part)
             out, computed = self._ops.window(state, ring, 0, part)
             tokens = out.shape[1]
@@ -417,7 +441,7 @@ def _zero(storage: Storage, state: Tensor) -> Quantized:
     return replace(storage, rounding=NEAREST_EVEN).write(state)
 
 
-def _tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
+def select_tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
     """Tokens start .. stop-1; layer constants (at most two axes) stay whole."""
     return type(inputs)(*(t if t is None or t.dim() < 3 else t[:, start:stop] for t in inputs))
 
