@@ -110,7 +110,7 @@ def default_launch(
     bits = _bits(policy.read_storage)
     whole = power_of_two(constants["V"])
     if kernel in ("step", "flush") and _scales_heads(policy):
-        return Launch(block_v=whole, num_warps=8)
+        return Launch(block_v=whole, num_warps=min(8, max(1, whole // 16)))
     block_v, heads, num_warps = _TABLE[kernel][bits]
     block_v = min(block_v, whole)
     heads = math.gcd(heads, constants["HV"] // constants["HK"])
