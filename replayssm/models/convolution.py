@@ -1,0 +1,91 @@
+"""Convolution inputs of tokens that may be rejected: kept beside the library's, and wound back.
+
+Owns a tape of the inputs that a cache's short convolutions have got since it was last wound back.
+The library keeps the last W inputs only, in place; which W those are after a rejection depends on
+how many tokens a row keeps. Must not know recurrences, policies or why tokens are rejected.
+
+Shapes: B rows, C channels, W inputs that a convolution keeps, T tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+
+@dataclass(kw_only=True, eq=False)
+class _Convolution:
+    """One convolution: the library's inputs [B, C, W], and `tape` [B, C, W + most tokens]."""
+
+    states: Tensor
+    tape: Tensor
+    noted: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.states.shape[-1]
+
+
+class ConvolutionTape:
+    """What the convolutions of `cache` have seen since `keep`, up to `tokens` tokens.
+
+    The cache must have been filled, and its layers must not be replaced. Call `before` and `after`
+    around every forward pass, so that both run in a captured graph, too.
+    """
+
+    def __init__(self, cache: Cache, *, tokens: int):
+        self._tokens = tokens
+        self._read = 0
+        self._convolutions: list[_Convolution] = []
+        for layer in cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                self._attach(layer)
+
+    def _attach(self, layer: LinearAttentionCacheLayerMixin) -> None:
+        slots: dict[int, _Convolution] = {}
+        for slot, states in layer.conv_states.items():
+            if layer.has_previous_state[slot]:
+                tape = states.new_zeros(*states.shape[:-1], states.shape[-1] + self._tokens)
+                slots[slot] = _Convolution(states=states, tape=tape)
+        self._convolutions += slots.values()
+        layer.update_conv_state = self._noting(layer.update_conv_state, slots)
+
+    def _noting(self, update: Callable, slots: dict[int, _Convolution]) -> Callable:
+        def wrapper(conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+            if state_idx in slots:
+                self._note(slots[state_idx], conv_states)
+            return update(conv_states, state_idx=state_idx, **kwargs)
+
+        return wrapper
+
+    def _note(self, convolution: _Convolution, inputs: Tensor) -> None:
+        start = convolution.width + self._read
+        convolution.tape[..., start : start + inputs.shape[-1]] = inputs
+        convolution.noted = True
+
+    def before(self, tokens: int) -> None:
+        """A forward pass over `tokens` tokens follows."""
+        assert self._read + tokens <= self._tokens, "more tokens than the tape has room for"
+        for convolution in self._convolutions:
+            convolution.noted = False
+            if self._read == 0:
+                convolution.tape[..., : convolution.width] = convolution.states
+
+    def after(self, tokens: int) -> None:
+        """That forward pass is done."""
+        for convolution in self._convolutions:
+            if not convolution.noted:  # single tokens go another way, straight into `states`
+                assert tokens == 1, "several tokens did not pass through the cache"
+                self._note(convolution, convolution.states[..., -1:])
+        self._read += tokens
+
+    def keep(self, counts: Tensor) -> None:
+        """Row b goes on as if only the first counts[b] tokens had been read; counts [B] int64."""
+        self._read = 0
+        for convolution in self._convolutions:
+            states = convolution.states
+            inputs = torch.arange(convolution.width, device=states.device)
+            index = counts.to(states.device)[:, None, None] + inputs
+            states.copy_(convolution.tape.gather(-1, index.expand(states.shape)))
