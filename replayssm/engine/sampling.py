@@ -32,17 +32,19 @@ class Sampler:
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
 
-    def choose(self, logits: Tensor, *, prompts: Sequence[int], position: int) -> Tensor:
-        """Token ids [P] following position `position`, from FP32 logits [P, V] of that position.
+    def choose(self, logits: Tensor, *, prompts: Sequence[int], position: int | Tensor) -> Tensor:
+        """Token ids [P] following position `position` (one, or [P]), from FP32 logits [P, V] there.
 
         prompts: the prompt id of each row.
         """
         if self.temperature == 0.0:
             return logits.argmax(dim=-1)
-        # Summed in float64, so that 250k small terms do not lose the tail.
-        mass = torch.softmax(logits.double() / self.temperature, dim=-1).cumsum(dim=-1)
-        draw = self.uniform(prompts, position).to(mass.device)[:, None] * mass[:, -1:]
-        return torch.searchsorted(mass, draw, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        return pick(self.probabilities(logits), self.uniform(prompts, position))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """softmax(logits / temperature) over the last axis, float64; not for temperature 0."""
+        assert self.temperature > 0.0, "greedy choice has no probabilities"
+        return torch.softmax(logits.double() / self.temperature, dim=-1)
 
     def uniform(
         self, prompts: Sequence[int], position: int | Tensor, *, purpose: int = CHOICE
@@ -54,3 +56,13 @@ class Sampler:
         ids = torch.tensor(list(prompts), dtype=torch.int64)
         high, low, _, _ = philox4x32((position, ids, purpose, 0), (self.seed, _SAMPLING_KEY))
         return ((high >> 5).double() * 67108864.0 + (low >> 6).double()) / 9007199254740992.0
+
+
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Ids [R], each drawn by its number in [0, 1), `uniform` [R], in proportion to `weights`
+    [R, V].
+    """
+    # Summed in float64, so that 250k small terms do not lose the tail.
+    mass = weights.double().cumsum(dim=-1)
+    draw = uniform.to(mass.device)[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, draw, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
