@@ -237,12 +237,11 @@ def test_a_window_of_one_token_equals_decode():
     assert relative(one.ring["u"][2, :, :4], other.ring["u"][2, :, :4]) < FP32_ACCURATE
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_launch_parameters_change_no_number(heads):
+def test_launch_parameters_change_no_number():
     shape = SHAPES["r3-k16-v5"] | {"head_v_dim": 40}
     inputs = inputs_for(shape, 2, 5)
     default, other = make_pool("fp16", shape), make_pool("fp16", shape)
-    launch = Launch(block_v=16, heads=heads, num_warps=2, num_stages=1)
+    launch = Launch(block_v=16, num_warps=1, num_stages=1)
     for tokens in (take_tokens(inputs, 0, 1), take_tokens(inputs, 1, 5)):
         assert relative(other.run(tokens, launch), default.run(tokens)) < FP32_ACCURATE
         default.commit(1, 1)

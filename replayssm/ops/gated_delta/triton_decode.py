@@ -1,9 +1,9 @@
-"""One token per row, T = 1: the state is read once, one record appended; a full ring may be folded.
+"""One token per row, T = 1: the state is read once, one record appended.
 
 Owns the decode kernel and its launchers. The state tile meets k and q in one pass, on CUDA cores:
 two products per element keep up with memory and round no operand. `decode` writes no state. `step`
-also commits the token and flushes the rows whose ring it fills; where one copy serves both jobs
-that happens in the same launch, while the tile is in cache: a flush then costs a write, no read.
+also commits the token and flushes the rows whose ring it fills, in launches of their own: a fold in
+this kernel would save one read of the state in L steps, and its registers would slow all of them.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
-from replayssm.ops.gated_delta.triton_flush import flush
+from replayssm.ops.gated_delta.triton_flush import commit_and_flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
@@ -37,175 +37,178 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
     decay,
-    fold_records,
     last,
     load_rows,
     load_vector,
-    write_state,
 )
 from replayssm.ops.quantize.layout import reads_words, stored
-from replayssm.ops.quantize.tiles import load_eighths, load_tile, load_unscaled, matvec, row_factor
-from replayssm.ops.triton_common import Cursors, arrive, precision_of
+from replayssm.ops.quantize.tiles import (
+    factor_of,
+    load_codes,
+    load_eighths,
+    times_vector,
+    unscaled_of,
+)
+from replayssm.ops.triton_common import Cursors
 from replayssm.policy import PrecisionPolicy
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
 def decode_kernel(
     out,  # [B, HV, V] FP32
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
-    layer,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
-    COMMIT: tl.constexpr,  # whether the token is committed
-    FOLD: tl.constexpr,  # and a ring that it fills folded into what was read
-    FULL: tl.constexpr,  # precision of u times k
-    HEADS: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
     COLUMNS: tl.constexpr,  # of the state that are read at a time
     KEYS: tl.constexpr,  # and of keys
 ):
-    """Grid (tiles of V, HV / HEADS, B). HEADS value heads share k, q and past keys.
+    """Grid (tiles of V, HV, B).
 
+    The state, whose place depends on the slot alone, is asked for first; then what depends on the
+    cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
     Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
     and warps meet once for both. Vectors come from memory in the layout that needs them.
     """
-    tile, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     in_v = value < V
     in_rows = None if V % BV == 0 else in_v
-    out += (row * HV + group * HEADS) * V + value
+    out += (row * HV + head) * V + value
     if slot < 0:
-        for i in tl.static_range(HEADS):
-            tl.store(out + i * V, tl.zeros([BV], tl.float32), mask=in_v)
+        tl.store(out, tl.zeros([BV], tl.float32), mask=in_v)
         return
 
     count = tl.load(cursors.pos + slot).to(tl.int32)
-    past = record < count
-    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
-    key_head = group * HEADS // (HV // HK)
+    WORDS: tl.constexpr = reads_words(READ, K)
+    state_row = head * V + value
+    if WORDS:
+        state = load_codes(read, slot, state_row, in_rows, V, K, BK, READ)
+    else:
+        state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
+    key_head = head // (HV // HK)
     k_at = tokens.k + row * tokens.k_row + key_head * K
     q_at = tokens.q + row * tokens.q_row + key_head * K
+    g = tl.load(tokens.g + row * tokens.g_row + head)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
+
+    past = record < count
+    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
     keys = ring.k + (slot * HK + key_head) * L * K
-    from_keys, k_q = _read_keys(keys, k_at, q_at, record, past, K, BL, KEYS)
-    WORDS: tl.constexpr = reads_words(READ, K)
+    first = (slot * HV + head) * L  # this head's oldest record
+    old_keys = _load_keys(keys, record, past, K, KEYS)
+    u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
+    g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
+
+    newest = record == count
+    from_keys = _keys_times(old_keys, newest, k_at, q_at, ring.k, K, BL, KEYS)
     if WORDS:
         k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
-        q_parts = load_eighths(q_at, K, BK // 8)
+        with_k = times_vector(state, k_parts, K, BK, READ)
+        with_q = times_vector(state, load_eighths(q_at, K, BK // 8), K, BK, READ)
+        both = tl.join(with_k, with_q)  # [BV, 2]
+    else:
+        both = _parts_times(state, k_at, q_at, ring.k, K, BV, COLUMNS, READ)
 
-    for i in tl.static_range(HEADS):
-        head = group * HEADS + i
-        first = (slot * HV + head) * L  # this head's oldest record
-        g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
-        u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
-        g = tl.load(tokens.g + row * tokens.g_row + head)
-        beta = tl.load(tokens.beta + row * tokens.beta_row + head)
-        v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
-        v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
-        state_row = head * V + value
-        if WORDS:
-            with_k, with_q = matvec(
-                read, slot, state_row, in_rows, k_parts, q_parts, V, K, BK, READ
-            )
-            both = tl.join(with_k, with_q)  # [BV, 2]
-        else:
-            both = _read_state(
-                read, slot, state_row, in_rows, k_at, q_at, ring.k, V, K, BV, COLUMNS, READ
-            )
+    log_decay = tl.cumsum(g_past, 0)
+    now = last(log_decay, BL) + g
+    weight = tl.where(newest, 1.0, decay(now, log_decay))
+    w_k, w_q = tl.split(from_keys * weight[:, None])  # [BL]; u_past is zero at the newest
+    both *= decay(now, 0.0)
+    both += tl.sum(tl.join(u_past * w_k[:, None], u_past * w_q[:, None]), 0)  # [BV, 2]
+    predicted, answer = tl.split(both)
+    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
+    u = beta * (v - predicted)  # [BV]
+    k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
+    answer = tl.where(fits, answer + u * k_q, float("nan"))
+    tl.store(out, answer, mask=in_v)
 
-        log_decay = tl.cumsum(g_past, 0)
-        now = last(log_decay, BL) + g
-        w_k, w_q = tl.split(from_keys * decay(now, log_decay)[:, None])  # [BL]
-        both *= decay(now, 0.0)
-        both += tl.sum(tl.join(u_past * w_k[:, None], u_past * w_q[:, None]), 0)  # [BV, 2]
-        predicted, answer = tl.split(both)
-        u = beta * (v - predicted)  # [BV]
-        answer = tl.where(fits, answer + u * k_q, float("nan"))
-        tl.store(out + i * V, answer, mask=in_v)
-
-        here = first + count
-        if fits:
-            tl.store(ring.u + here * V + value, u, mask=in_v)
-            if ring.v is not None:
-                tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
-            if tile == 0:
-                tl.store(ring.g + here, g)
-                if ring.beta is not None:
-                    tl.store(ring.beta + here, beta)
-                if head % (HV // HK) == 0:
-                    column = tl.arange(0, BK)
-                    k = load_vector(k_at, column, ring.k, K)
-                    at = keys + count * K + column
-                    tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
-
-        if FOLD:
-            if count == L - 1:
-                # Slots past the last record, where BL > L, stay zero and add no decay.
+    here = first + count
+    if fits:
+        tl.store(ring.u + here * V + value, u, mask=in_v)
+        if ring.v is not None:
+            tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
+        if tile == 0:
+            tl.store(ring.g + here, g)
+            if ring.beta is not None:
+                tl.store(ring.beta + here, beta)
+            if head % (HV // HK) == 0:
                 column = tl.arange(0, BK)
-                s = load_tile(read, slot, state_row, in_rows, V, K, BK, READ)
                 k = load_vector(k_at, column, ring.k, K)
-                k_all = load_rows(keys, record, K, past, column, column < K)  # [BL, BK]
-                k_all = tl.where((record == count)[:, None], k[None, :], k_all)
-                u_all = tl.where((record == count)[:, None], u[None, :], u_past)
-                log_decay = tl.where(record < count, log_decay, now)
-                s = fold_records(s, tl.trans(u_all), k_all, log_decay, FULL, BL)
-                write_state(
-                    s, read, None, cursors, layer, slot, state_row, in_rows,
-                    V, K, BV, BK, READ, None,
-                )  # fmt: skip
-    if COMMIT:
-        if arrive(cursors, slot, tl.num_programs(0) * tl.num_programs(1)):
-            full = count == L - 1 if FOLD else False
-            flushes = tl.load(cursors.flushes + slot)
-            tl.store(cursors.flushes + slot, flushes + full)
-            tl.store(cursors.pos + slot, tl.where(full, 0, count + 1).to(tl.int64))
+                at = keys + count * K + column
+                tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
-def _read_keys(
-    keys, k_at, q_at, record, past, K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Products of past keys with k and q, [BL, 2], and of k with q, in parts of COLUMNS columns."""
-    with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
-    own = tl.zeros([COLUMNS], tl.float32)
+def _load_keys(keys, record, past, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Past keys as they lie, in parts [BL, COLUMNS]."""
+    parts = ()
     for start in tl.static_range(0, K, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k, q = load_vector(k_at, column, keys, K), load_vector(q_at, column, q_at, K)
-        old = load_rows(keys, record, K, past, column, column < K)
-        with_k += old * k[None, :]
-        with_q += old * q[None, :]
-        own += k * q
-    return tl.sum(tl.join(with_k, with_q), 1), tl.sum(own, 0)
+        mask = past[:, None] & (column < K)[None, :]
+        at = keys + record[:, None] * K + column[None, :]
+        parts = parts + (tl.load(at, mask=mask, other=0.0),)
+    return parts
 
 
 @triton.jit
-def _read_state(
-    read, slot, row, in_rows, k_at, q_at, ring_k,
-    V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """Products of the state with k and q, [BV, 2], one pass over the state.
+def _keys_times(
+    parts, newest, k_at, q_at, ring_k, K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Products of the keys with k and q, [BL, 2]: of past ones and, at `newest`, of k itself.
 
-    In parts of 128 bytes a row, which eight lanes read: every further lane would cost each row a
-    shuffle. A row of K columns is K / COLUMNS rows.
+    k and q are read for every row of a part, in its layout: vectors would go through shared memory.
     """
+    with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
+    for part in tl.static_range((K + COLUMNS - 1) // COLUMNS):
+        column = tl.broadcast_to((part * COLUMNS + tl.arange(0, COLUMNS))[None, :], [BL, COLUMNS])
+        k, q = load_vector(k_at, column, ring_k, K), load_vector(q_at, column, q_at, K)
+        old = tl.where(newest[:, None], k, parts[part].to(tl.float32))
+        with_k += old * k
+        with_q += old * q
+    return tl.sum(tl.join(with_k, with_q), 1)
+
+
+@triton.jit
+def _load_parts(
+    read, slot, row, in_rows,
+    V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """The state as it lies, in parts of 128 bytes a row, which eight lanes read: every further lane
+    would cost each row a shuffle. A row of K columns is K / COLUMNS rows."""
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        at = row * PARTS + part
+        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
+    return parts
+
+
+@triton.jit
+def _parts_times(
+    parts, k_at, q_at, ring_k,
+    K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Products of the state with k and q, [BV, 2], one pass over the state."""
     PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
         column = part * COLUMNS + tl.arange(0, COLUMNS)
-        s = load_unscaled(read, slot, row * PARTS + part, in_rows, K // PARTS, COLUMNS, READ)
+        s = unscaled_of(parts[part], K // PARTS, COLUMNS, READ)
         with_k += s * load_vector(k_at, column, ring_k, K)[None, :]
         with_q += s * load_vector(q_at, column, q_at, K)[None, :]
-    factor = row_factor(read, slot, row, in_rows, V, READ)
-    return tl.sum(tl.join(with_k, with_q), 1) * factor[:, None]
+    return tl.sum(tl.join(with_k, with_q), 1) * factor_of(parts[0], READ)[:, None]
 
 
 @triton.jit
@@ -248,7 +251,26 @@ def decode(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    return _launch(read, ring, policy, cursors, inputs, launch)
+    ring = ring_argument(ring)
+    constants = sizes(ring, policy)
+    batch = len(cursors.slots)
+    launch = launch or default_launch("decode", policy, constants, batch)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    decode_kernel[(launch.tiles(constants), constants["HV"], batch)](
+        out,
+        token_argument(inputs),
+        ring,
+        cursors,
+        stored(read),
+        **constants,
+        READ=policy.read_storage,
+        **launch.options(),
+        BV=launch.block_v,
+        BK=state_width(policy, constants),
+        COLUMNS=state_columns(policy, constants),
+        KEYS=min(line_columns(8 * ring.k.element_size()), power_of_two(constants["K"])),
+    )
+    return out
 
 
 def step(
@@ -261,6 +283,7 @@ def step(
     *,
     layer: int,
     launch: Launch | None = None,
+    flush_launch: Launch | None = None,
 ) -> Tensor:
     """`decode`, then commit the token, then flush the rows whose ring it filled.
 
@@ -268,50 +291,7 @@ def step(
     read copy. Other arguments, result and errors as in `decode` and `flush`.
     """
     writes(policy, checkpoint, read_copy)
-    if read_copy is None:
-        return _launch(
-            checkpoint, ring, policy, cursors, inputs, launch, commits=True, folds=True, layer=layer
-        )
-    out = _launch(read_copy, ring, policy, cursors, inputs, launch, commits=True)
-    flush(checkpoint, read_copy, ring, policy, cursors, {}, layer=layer)
-    return out
-
-
-def _launch(
-    read: Quantized,
-    ring: Mapping[str, Tensor],
-    policy: PrecisionPolicy,
-    cursors: Cursors,
-    inputs: GatedDeltaInputs,
-    launch: Launch | None,
-    *,
-    commits: bool = False,
-    folds: bool = False,
-    layer: int = 0,
-) -> Tensor:
-    ring = ring_argument(ring)
-    constants = sizes(ring, policy)
-    storage, rows = policy.read_storage, len(cursors.slots)
-    launch = launch or default_launch("step" if folds else "decode", policy, constants, rows)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    groups = constants["HV"] // launch.heads
-    decode_kernel[(launch.tiles(constants), groups, rows)](
-        out,
-        token_argument(inputs),
-        ring,
-        cursors,
-        stored(read),
-        layer,
-        **constants,
-        READ=storage,
-        COMMIT=commits,
-        FOLD=folds,
-        FULL=precision_of(ring.u.dtype, ring.k.dtype),
-        HEADS=launch.heads,
-        **launch.options(storage if folds else None),
-        BV=launch.block_v,
-        BK=state_width(policy, constants),
-        COLUMNS=state_columns(policy, constants),
-        KEYS=min(line_columns(8 * ring.k.element_size()), power_of_two(constants["K"])),
-    )
+    read = checkpoint if read_copy is None else read_copy
+    out = decode(read, ring, policy, cursors, inputs, launch=launch)
+    commit_and_flush(checkpoint, read_copy, ring, policy, cursors, layer=layer, launch=flush_launch)
     return out

@@ -20,11 +20,13 @@ from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
+    pieces,
     resident_programs,
     ring_argument,
+    scales_heads,
     sizes,
     state_width,
-    value_dtype,
+    unscaled_dtype,
     writes,
 )
 from replayssm.ops.gated_delta.triton_tiles import (
@@ -36,18 +38,28 @@ from replayssm.ops.gated_delta.triton_tiles import (
     write_state,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_tile
+from replayssm.ops.quantize.scaling import magnitude_bits
+from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, arrive, exact_dot, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
-def due_kernel(due, cursors, rows, batch, L: tl.constexpr, BLOCK: tl.constexpr):
-    """Lists the rows that flush: due[0] is their number, due[1], due[2], ... their indices."""
+def due_kernel(
+    due, cursors, rows, batch, L: tl.constexpr, BLOCK: tl.constexpr, COMMIT: tl.constexpr = False
+):
+    """Lists the rows that flush: due[0] is their number, due[1], due[2], ... their indices.
+
+    COMMIT: one more record of every row counts from here on.
+    """
     row = tl.arange(0, BLOCK)
     slot = tl.load(cursors.slots + row, mask=row < batch, other=-1).to(tl.int64)
     if rows is None:
-        flushes = tl.load(cursors.pos + slot, mask=slot >= 0, other=0) >= L
+        count = tl.load(cursors.pos + slot, mask=slot >= 0, other=-1)
+        if COMMIT:
+            count += 1
+            tl.store(cursors.pos + slot, count, mask=slot >= 0)
+        flushes = count >= L
     else:
         flushes = tl.load(rows + row, mask=slot >= 0, other=0) != 0
     place = tl.cumsum(flushes.to(tl.int32), 0)
@@ -63,6 +75,7 @@ def flush_kernel(
     ring,  # Ring; with v and beta, u is recomputed
     cursors,  # Cursors
     due,  # [1 + B], see `due_kernel`
+    solved,  # [programs, BL, V] FP32, room for the u that a program recomputes; or None
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -70,54 +83,134 @@ def flush_kernel(
     L: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
+    WHOLE: tl.constexpr,  # a copy has a scale per head
     STATE_KEYS: tl.constexpr,  # precision of state times k
     KEYS: tl.constexpr,  # of k times k
     FULL: tl.constexpr,  # of u times k
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
 ):
-    """Grid of any size: programs share the tiles of V, of all heads, of the rows that are due."""
+    """Grid of any size: programs share the tiles of V, of all heads, of the rows that are due.
+
+    Where a copy has a scale per head, a program takes the tiles of a head one after the other, and
+    twice: for the largest magnitude and then, from cache, to write. All of a head at once would
+    leave a multiprocessor to one program, whose loads, products and stores would take turns.
+    """
     TILES: tl.constexpr = (V + BV - 1) // BV
+    SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
     work = tl.program_id(0)
-    end = tl.load(due) * (HV * TILES)
+    end = tl.load(due) * (HV * SHARES)
+    if solved is not None:
+        solved += work * (BL * V)
     while work < end:
-        row = tl.load(due + 1 + work // (HV * TILES))
-        head, tile = work // TILES % HV, work % TILES
+        row = tl.load(due + 1 + work // (HV * SHARES))
+        head = work // SHARES % HV
         slot = tl.load(cursors.slots + row).to(tl.int64)
         count = tl.load(cursors.pos + slot).to(tl.int32)
-        value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
-        in_v, in_k, past = value < V, column < K, record < count
-        in_rows = None if V % BV == 0 else in_v
-        state_row = head * V + value
-        s = load_tile(checkpoint, slot, state_row, in_rows, V, K, BK, CHECKPOINT)  # [BV, BK]
-
-        first = (slot * HV + head) * L  # this head's oldest record
-        keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-        k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
-        log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
-        if ring.v is None:
-            u = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
-        else:
-            v = load_columns(ring.v + first * V, record, V, past, value, in_v)
-            beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
-            k_t = tl.trans(k)
-            state_k = exact_dot(s, k_t, tl.zeros([BV, BL], tl.float32), STATE_KEYS)
-            predicted = decay(log_decay, 0.0)[None, :] * state_k
-            k_k = exact_dot(k, k_t, tl.zeros([BL, BL], tl.float32), KEYS)
-            between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
-            system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
-            u = substitute(beta * (v - predicted), system * beta, L, BL)
-        s = fold_records(s, u, k, log_decay, FULL, BL)
-
-        write_state(
-            s, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY,
-        )  # fmt: skip
-        if arrive(cursors, slot, HV * TILES):
+        first = 0 if WHOLE else work % TILES
+        tiles = TILES if WHOLE else 1
+        if solved is not None:
+            for tile in range(first, first + tiles):
+                _solve_tile(
+                    checkpoint, ring, solved, slot, head, tile, count,
+                    HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, KEYS, PIECES, PIECE, BV, BL,
+                )  # fmt: skip
+            tl.debug_barrier()
+        amax = None
+        if WHOLE:
+            amax = head * 0
+            for tile in range(TILES):
+                s = _fold_tile(
+                    checkpoint, ring, solved, slot, head, tile, count,
+                    HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
+                )  # fmt: skip
+                amax = tl.maximum(amax, tl.max(magnitude_bits(s)))
+        for after in range(tiles):
+            # The first tile last: it writes the scale, which the others read to the end.
+            tile = first + tiles - 1 - after
+            tl.debug_barrier()
+            s = _fold_tile(
+                checkpoint, ring, solved, slot, head, tile, count,
+                HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
+            )  # fmt: skip
+            tl.debug_barrier()
+            value = tile * BV + tl.arange(0, BV)
+            in_rows = None if V % BV == 0 else value < V
+            write_state(
+                s, checkpoint, read_copy, cursors, layer, slot, head * V + value, in_rows,
+                V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+            )  # fmt: skip
+        if arrive(cursors, slot, HV * SHARES):
             tl.store(cursors.pos + slot, 0)
             tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
         work += tl.num_programs(0)
+
+
+@triton.jit
+def _solve_tile(
+    checkpoint, ring, solved, slot, head, tile, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, KEYS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """u of a tile's records against the checkpoint, into `solved`.
+
+    Through memory, although the fold is next: values that go from product to product in registers
+    keep one layout, which gives every warp 16 rows, and holding the state through it all spills.
+    """
+    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    in_v, past = value < V, record < count
+    in_rows = None if V % BV == 0 else in_v
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+    # In pieces, as in a window.
+    state_row = head * V + value
+    state_k, k_k = tl.zeros([BV, BL], tl.float32), tl.zeros([BL, BL], tl.float32)
+    for piece in range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
+        k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
+        s = load_unscaled(  # [BV, PIECE]
+            checkpoint, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, CHECKPOINT
+        )
+        state_k = exact_dot(s, tl.trans(k), state_k, STATE_KEYS)
+        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
+    state_k *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
+    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+    v = load_columns(ring.v + first * V, record, V, past, value, in_v)  # [BV, BL]
+    beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
+    predicted = decay(log_decay, 0.0)[None, :] * state_k
+    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
+    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
+    u = substitute(beta * (v - predicted), system * beta, L, BL)
+    at = solved + record[None, :] * V + value[:, None]
+    tl.store(at, u, mask=in_v[:, None] & past[None, :])
+
+
+@triton.jit
+def _fold_tile(
+    checkpoint, ring, solved, slot, head, tile, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    CHECKPOINT: tl.constexpr, FULL: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """A tile of the state, [BV, BK] FP32, with the records folded in: their u from `solved`, or,
+    where that is None, from the ring."""
+    value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
+    in_v, in_k, past = value < V, column < K, record < count
+    in_rows = None if V % BV == 0 else in_v
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+    s = load_tile(checkpoint, slot, head * V + value, in_rows, V, K, BK, CHECKPOINT)
+    k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
+    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+    if solved is None:
+        u = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
+    else:
+        u = load_columns(solved, record, V, past, value, in_v)
+    return fold_records(s, u, k, log_decay, FULL, BL)
 
 
 def flush(
@@ -150,27 +243,71 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    ring = ring_argument(ring)
-    constants = sizes(ring, policy)
-    storages = writes(policy, checkpoint, read_copy)
-    launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
+    due = _due(cursors, rows, sizes(ring_argument(ring), policy)["L"], commit=False)
+    _flush_due(due, checkpoint, read_copy, ring, policy, cursors, layer, launch)
+
+
+def commit_and_flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    *,
+    layer: int,
+    launch: Launch | None = None,
+) -> None:
+    """Commit one record of every row, and `flush` the rows whose ring it filled."""
+    due = _due(cursors, None, sizes(ring_argument(ring), policy)["L"], commit=True)
+    _flush_due(due, checkpoint, read_copy, ring, policy, cursors, layer, launch)
+
+
+def _due(cursors: Cursors, rows: Tensor | None, ring_len: int, *, commit: bool) -> Tensor:
     if rows is not None and rows.dtype == torch.bool:
         rows = rows.view(torch.uint8)
     batch = len(cursors.slots)
     due = torch.empty(batch + 1, dtype=torch.int32, device=cursors.slots.device)
     block = triton.next_power_of_2(batch)
-    due_kernel[(1,)](due, cursors, rows, batch, L=constants["L"], BLOCK=block)
-    work = batch * constants["HV"] * launch.tiles(constants)
-    flush_kernel[(min(work, resident_programs(due.device)),)](
+    due_kernel[(1,)](due, cursors, rows, batch, L=ring_len, BLOCK=block, COMMIT=commit)
+    return due
+
+
+def _flush_due(
+    due: Tensor,
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    layer: int,
+    launch: Launch | None,
+) -> None:
+    """`flush` the rows that `due_kernel` listed."""
+    ring = ring_argument(ring)
+    constants = sizes(ring, policy)
+    storages = writes(policy, checkpoint, read_copy)
+    batch = len(cursors.slots)
+    launch = launch or default_launch("flush", policy, constants, batch)
+    whole = scales_heads(policy)
+    work = batch * constants["HV"] * (1 if whole else launch.tiles(constants))
+    programs = min(work, resident_programs(due.device, launch.num_warps))
+    solved = None
+    if ring.v is not None:
+        shape = (programs, constants["BL"], constants["V"])
+        solved = torch.empty(shape, dtype=torch.float32, device=due.device)
+    flush_kernel[(programs,)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
         ring,
         cursors,
         due,
+        solved,
         **constants,
         **storages,
-        STATE_KEYS=precision_of(value_dtype(policy.checkpoint), ring.k.dtype),
+        **pieces(policy.checkpoint, constants),
+        WHOLE=whole,
+        STATE_KEYS=precision_of(unscaled_dtype(policy.checkpoint), ring.k.dtype),
         KEYS=precision_of(ring.k.dtype, ring.k.dtype),
         FULL=precision_of(ring.u.dtype, ring.k.dtype),
         **launch.options(*storages.values()),

@@ -8,7 +8,6 @@ Legend: triton_tiles.py.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,13 +63,12 @@ class Launch:
 
     Attributes:
         block_v: value rows of a state tile, a power of two >= 16.
-        heads: value heads per program, a divisor of HV/HK (decode only).
-        num_warps, num_stages: Triton's.
+        num_warps, num_stages: Triton's. Of warps at most one for 16 rows in `window`: its products
+            feed each other, and Triton 3.6 then reads past an operand in shared memory.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
     """
 
     block_v: int
-    heads: int = 1
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
@@ -93,37 +91,45 @@ class Launch:
         }
 
 
-# Value rows of a tile, value heads and warps, by kernel and bits of an element of what is read.
+# Value rows of a tile and warps, by kernel and bits of an element of what is read.
 _TABLE = {
-    "decode": {32: (64, 1, 4), 16: (128, 1, 4), 8: (64, 1, 4), 4: (128, 2, 4)},
-    "step": {32: (64, 1, 8), 16: (64, 1, 8), 8: (64, 1, 8), 4: (64, 1, 8)},
-    "flush": {32: (64, 1, 4), 16: (64, 1, 4), 8: (64, 1, 4), 4: (64, 1, 4)},
-    "window": {32: (64, 1, 4), 16: (64, 1, 4), 8: (64, 1, 4), 4: (64, 1, 4)},
+    "decode": {32: (32, 2), 16: (64, 2), 8: (64, 2), 4: (128, 2)},
+    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
+    "flush": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (32, 4)},
+    "window": {32: (128, 4), 16: (128, 4), 8: (128, 4), 4: (128, 4)},
 }
 _FEWEST_PROGRAMS = 256
 
 
 def default_launch(
-    kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
+    kernel: str,
+    policy: PrecisionPolicy,
+    constants: Mapping[str, int],
+    rows: int,
+    *,
+    whole_heads: bool = False,
 ) -> Launch:
-    """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
+    """Launch parameters of a kernel for a policy, a geometry and a number of rows.
+
+    whole_heads: a program that writes a copy with a scale per head must hold the head.
+    """
     bits = _bits(policy.read_storage)
     whole = power_of_two(constants["V"])
-    if kernel in ("step", "flush") and _scales_heads(policy):
-        return Launch(block_v=whole, num_warps=min(8, max(1, whole // 16)))
-    block_v, heads, num_warps = _TABLE[kernel][bits]
+    if whole_heads and scales_heads(policy):
+        return Launch(block_v=whole, num_warps=min(8, whole // 16))
+    block_v, num_warps = _TABLE[kernel][bits]
     block_v = min(block_v, whole)
-    heads = math.gcd(heads, constants["HV"] // constants["HK"])
     # Few rows: smaller tiles, so that every multiprocessor has one.
-    programs = rows * constants["HV"] * (whole // block_v) // heads
-    if programs < _FEWEST_PROGRAMS:
-        programs, heads = programs * heads, 1
-    while block_v > 16 and programs < _FEWEST_PROGRAMS:
+    shared = kernel == "flush" and scales_heads(policy)
+    programs = rows * constants["HV"] * (whole // block_v)
+    while block_v > 16 and programs < _FEWEST_PROGRAMS and not shared:
         programs, block_v = programs * 2, block_v // 2
-    return Launch(block_v=block_v, heads=heads, num_warps=num_warps)
+    if kernel == "window":
+        num_warps = min(num_warps, block_v // 16)
+    return Launch(block_v=block_v, num_warps=num_warps)
 
 
-def _scales_heads(policy: PrecisionPolicy) -> bool:
+def scales_heads(policy: PrecisionPolicy) -> bool:
     """Whether a written copy has a scale per head, for which a program must hold a whole head."""
     formats = (policy.checkpoint.format, policy.read_storage.format)
     return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
@@ -178,11 +184,11 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
 
 
 @functools.cache
-def resident_programs(device: torch.device) -> int:
-    """Programs of a flush that run at a time: four a multiprocessor are enough for any tile."""
+def resident_programs(device: torch.device, num_warps: int = 4) -> int:
+    """Programs of a flush that run at a time: 16 warps a multiprocessor are enough for any tile."""
     if device.type != "cuda":
         return 2
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, 16 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes(
@@ -218,16 +224,16 @@ def state_width(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     return max(layout.tile_width(constants["K"], storage) for storage in storages)
 
 
-def pieces(policy: PrecisionPolicy, constants: Mapping[str, int]) -> dict[str, int]:
-    """How the window kernel cuts products over K: into parts of 32 or 16 columns and whole blocks,
-    or, where K has no such parts, not at all."""
-    fmt = policy.read_storage.format
+def pieces(storage: Storage, constants: Mapping[str, int]) -> dict[str, int]:
+    """How kernels cut products of a stored state over K: into parts of 32 or 16 columns and whole
+    blocks, or, where K has no such parts, not at all."""
+    fmt = storage.format
     block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
     for piece in (32, 16):
         whole = constants["K"] % piece == 0 and piece % block == 0
-        if whole and piece >= layout.tile_width(1, policy.read_storage):
+        if whole and piece >= layout.tile_width(1, storage):
             return {"PIECES": constants["K"] // piece, "PIECE": piece}
-    return {"PIECES": 1, "PIECE": state_width(policy, constants)}
+    return {"PIECES": 1, "PIECE": layout.tile_width(constants["K"], storage)}
 
 
 def line_columns(bits: int) -> int:
@@ -236,9 +242,11 @@ def line_columns(bits: int) -> int:
 
 
 def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
-    """Columns of the state that the decode kernel reads at a time: 128 bytes, or all."""
+    """Columns of the state that the decode kernel reads at a time: 128 bytes, or all where K is no
+    multiple of that or rows have scales."""
     part = line_columns(_bits(policy.read_storage))
-    return part if constants["K"] % part == 0 else state_width(policy, constants)
+    whole = constants["K"] % part or policy.read_storage.scale == "row"
+    return state_width(policy, constants) if whole else part
 
 
 def _bits(storage: Storage) -> int:

@@ -118,16 +118,23 @@ def write_state(
     BK: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
+    amax=None,
 ):
     """Round the FP32 tile s [BV, BK] once into the checkpoint and, from the same values, once into
-    the read copy (READ_COPY None: there is none); count what saturated and what was not finite."""
+    the read copy (READ_COPY None: there is none); count what saturated and what was not finite.
+
+    amax: pattern of the largest magnitude in the head, where s is not all of it."""
     seed, sequence = tl.load(cursors.seed + slot), tl.load(cursors.sequence + slot)
     flush = tl.load(cursors.flushes + slot)
     key = (seed, layer, flush, sequence)
-    over, not_finite = store_tile(s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT)
+    over, not_finite = store_tile(
+        s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax
+    )
     if READ_COPY is not None:
         key = (seed, layer + _READ_COPY_KEY, flush, sequence)
-        over_copy, _ = store_tile(s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY)
+        over_copy, _ = store_tile(
+            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax
+        )
         over += over_copy
     if over > 0:
         tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))

@@ -191,7 +191,7 @@ def window(
         stored(read),
         T=count,
         **constants,
-        **pieces(policy, constants),
+        **pieces(policy.read_storage, constants),
         READ=policy.read_storage,
         STATE_KEYS=precision_of(unscaled_dtype(policy.read_storage), readers),
         KEYS=precision_of(keys, readers),

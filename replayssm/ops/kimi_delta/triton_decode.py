@@ -154,7 +154,7 @@ def decode(
         policy: its `read_storage` is the storage of `read`.
         cursors: rows; pos < L, or the row's outputs are NaN and its record is dropped.
         inputs: of B rows and one token.
-        launch: see `Launch`, whose `heads` is not used; by default as for Gated DeltaNet.
+        launch: see `Launch`; by default as for Gated DeltaNet.
 
     Returns:
         Outputs [B, 1, HV, V] FP32, zero in padding rows.
@@ -206,7 +206,9 @@ def _launch(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storage, rows = policy.read_storage, len(cursors.slots)
-    launch = launch or default_launch("step" if folds else "decode", policy, constants, rows)
+    launch = launch or default_launch(
+        "step" if folds else "decode", policy, constants, rows, whole_heads=folds
+    )
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], rows)](
         out,

@@ -148,7 +148,9 @@ def flush(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
-    launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
+    launch = launch or default_launch(
+        "flush", policy, constants, len(cursors.slots), whole_heads=True
+    )
     if rows is not None and rows.dtype == torch.bool:
         rows = rows.view(torch.uint8)
     batch = len(cursors.slots)

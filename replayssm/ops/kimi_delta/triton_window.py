@@ -186,7 +186,7 @@ def window(
         stored(read),
         T=count,
         **constants,
-        **pieces(policy, constants),
+        **pieces(policy.read_storage, constants),
         READ=policy.read_storage,
         SUMS=precision_of(torch.float32, torch.bfloat16),
         KEYS_STATE=precision_of(torch.float32, unscaled_dtype(policy.read_storage)),
