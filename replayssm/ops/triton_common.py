@@ -63,30 +63,72 @@ def _commit_kernel(cursors, accepted, rows, BLOCK: tl.constexpr):
     tl.store(cursors.pos + slot, pos, mask=slot >= 0)
 
 
-def list_due(cursors: Cursors, count: int, rows: Tensor | None = None) -> Tensor:
-    """Which rows are due, for kernels: their number, then their indices, int32 [1 + B].
+class Ticket(NamedTuple):
+    """A row that flushes and what its cursors were when `list_due` saw them, scalars in a kernel."""
+
+    row: Tensor
+    slot: Tensor
+    pos: Tensor
+    flushes: Tensor
+    sequence: Tensor
+    seed: Tensor
+
+
+_TICKET = tl.constexpr(8)  # int64 words of one ticket, a power of two
+
+
+def list_due(cursors: Cursors, count: int, rows: Tensor | None = None, *, moves: bool) -> Tensor:
+    """Which rows are due, for kernels: their number, then their tickets, int64 [1 + B, 8].
 
     Due are rows with `count` committed records, or those where `rows` [B] (integers) is not 0;
-    never padding rows. Made on the device.
+    never padding rows. With `moves` their cursors are moved in place, as a flush does: kernels that
+    work on tickets need to read no cursor, and to wait for nobody who does.
     """
     batch = cursors.slots.shape[0]
-    due = torch.empty(1 + batch, dtype=torch.int32, device=cursors.slots.device)
+    due = torch.empty(1 + batch, _TICKET.value, dtype=torch.int64, device=cursors.slots.device)
     block = triton.next_power_of_2(batch)
-    _due_kernel[(1,)](due, cursors, rows, count, batch, BLOCK=block)
+    _due_kernel[(1,)](due, cursors, rows, count, batch, MOVES=moves, BLOCK=block)
     return due
 
 
 @triton.jit
-def _due_kernel(due, cursors, rows, count, batch, BLOCK: tl.constexpr):
+def _due_kernel(due, cursors, rows, count, batch, MOVES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.arange(0, BLOCK)
     slot = tl.load(cursors.slots + row, mask=row < batch, other=-1).to(tl.int64)
+    real = slot >= 0
+    pos = tl.load(cursors.pos + slot, mask=real, other=-1)
     if rows is None:
-        is_due = tl.load(cursors.pos + slot, mask=slot >= 0, other=-1) == count
+        is_due = pos == count
     else:
-        is_due = tl.load(rows + row, mask=slot >= 0, other=0) != 0
-    place = tl.cumsum(is_due.to(tl.int32), 0)
-    tl.store(due + place, row, mask=is_due)
-    tl.store(due, tl.sum(is_due.to(tl.int32), 0))
+        is_due = tl.load(rows + row, mask=real, other=0) != 0
+    flushes = tl.load(cursors.flushes + slot, mask=is_due, other=0)
+    sequence = tl.load(cursors.sequence + slot, mask=is_due, other=0)
+    seed = tl.load(cursors.seed + slot, mask=is_due, other=0)
+    ticket = due + tl.cumsum(is_due.to(tl.int32), 0) * _TICKET
+    tl.store(ticket, row.to(tl.int64), mask=is_due)
+    tl.store(ticket + 1, slot, mask=is_due)
+    tl.store(ticket + 2, pos, mask=is_due)
+    tl.store(ticket + 3, flushes, mask=is_due)
+    tl.store(ticket + 4, sequence, mask=is_due)
+    tl.store(ticket + 5, seed, mask=is_due)
+    tl.store(due, tl.sum(is_due.to(tl.int64), 0))
+    if MOVES:
+        tl.store(cursors.pos + slot, tl.zeros_like(pos), mask=is_due)
+        tl.store(cursors.flushes + slot, flushes + 1, mask=is_due)
+
+
+@triton.jit
+def load_ticket(due, index):
+    """Ticket number `index`; one that was not filled holds no meaning."""
+    ticket = due + (1 + index) * _TICKET
+    return Ticket(
+        tl.load(ticket).to(tl.int32),
+        tl.load(ticket + 1),
+        tl.load(ticket + 2).to(tl.int32),
+        tl.load(ticket + 3),
+        tl.load(ticket + 4),
+        tl.load(ticket + 5),
+    )
 
 
 def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
@@ -136,12 +178,6 @@ def precision_of(a: torch.dtype, b: torch.dtype) -> str:
 def _leading_bits(x):
     """x cut to the eight significant bits of BF16: cheaper than rounding, and a sum of three such
     terms is as exact."""
-    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _leading_bits(x):
-    """x with its significand cut to the eight bits of BF16."""
     return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
 
 

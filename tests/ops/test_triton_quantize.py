@@ -5,6 +5,7 @@ Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`).
 
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 import triton
@@ -355,3 +356,40 @@ def test_every_code_decodes_to_its_value(fmt):
     # Codes are written by the device functions themselves, from their values.
     written = Written(torch.where(values.isfinite(), values, 0.0), storage, tile_heads=1)
     assert_same_bits(written.read_back, torch.where(values.isfinite(), values, 0.0), fmt.name)
+
+
+# `scaling.minus_quotient` on a GPU, step by step in NumPy: float64 holds what each fused
+# multiply-add sums, so that the conversion to float32 is its one rounding. Powers of two change
+# nothing but exponents: significands of the divisor and of one binade of dividends are all there is.
+
+
+def _fused(a, b, c):
+    product = a.astype(numpy.float64) * b  # at most 48 bits
+    total = product + c
+    back = total - product
+    lost = (product - (total - back)) + (c - back)
+    assert not lost.any()
+    return total.astype(numpy.float32)
+
+
+@pytest.mark.parametrize("significand", range(8, 16))
+def test_quotients_from_a_reciprocal_are_rounded_once(significand):
+    d = numpy.float32(significand)
+    inverse = -(numpy.float32(1) / d)
+    for first in range(0x3F800000, 0x40000000, 2**21):
+        x = numpy.arange(first, first + 2**21, dtype=numpy.uint32).view(numpy.float32)
+        quotient = x * inverse
+        excess = _fused(quotient, d, x)
+        assert (_fused(excess, inverse, quotient) == -(x / d)).all()
+
+
+@pytest.mark.parametrize("significand", range(8, 16))
+def test_reciprocals_are_rounded_once_from_any_near_guess(significand):
+    d = numpy.float32(significand)
+    exact = numpy.float32(1) / d
+    ulps = numpy.arange(-8, 9, dtype=numpy.int32)
+    guess = (numpy.array([exact]).view(numpy.int32) + ulps).view(numpy.float32)
+    error = _fused(-guess, d, numpy.float32(1))
+    # Two terms of 24 bits each: more than float64 holds, but far from halfway between float32s.
+    refined = guess.astype(numpy.float64) + error.astype(numpy.float64) * guess
+    assert (refined.astype(numpy.float32) == exact).all()

@@ -37,8 +37,14 @@ from replayssm.ops.mamba2.triton_tiles import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
-from replayssm.ops.quantize.tiles import load_codes, load_vector_for, times_vector, values_of
-from replayssm.ops.triton_common import Cursors, arrive, list_due, prefix_sums
+from replayssm.ops.quantize.tiles import (
+    load_codes,
+    load_factor,
+    load_vector_for,
+    times_vector,
+    values_of,
+)
+from replayssm.ops.triton_common import Cursors, arrive, list_due, load_ticket, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -60,18 +66,21 @@ def decode_kernel(
     )  # fmt: skip
     slot = tl.load(cursors.slots + row).to(tl.int64)
     if slot < 0:
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+        tl.store(out + row * (H * P) + head_of * P + p, 0.0, mask=in_tile)
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    if EXCEPT is not None:
-        if pos == EXCEPT:
-            return
-    one_token(
-        out, tokens, token, ring, cursors, read, 0, row, slot, pos, part, parts,
-        H, P, G, N, L, READ, RING, D_PER_CHANNEL, False, None, HEADS, BP, BL, WIDTH,
-    )  # fmt: skip
+    excepted = False if EXCEPT is None else pos == EXCEPT
+    if not excepted:
+        one_token(
+            out, tokens, token, ring, cursors, read, 0, row, slot, pos, None, part, parts,
+            H, P, G, N, L, READ, RING, D_PER_CHANNEL, None, HEADS, BP, BL, WIDTH,
+        )  # fmt: skip
     if COMMIT:
         if arrive(cursors, slot, parts):
-            tl.store(cursors.pos + slot, (pos + 1).to(tl.int64))
+            if excepted:
+                tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+            tl.store(cursors.pos + slot, tl.where(excepted, 0, pos + 1).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -84,29 +93,28 @@ def decode_and_flush_kernel(
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: programs share the TILES of the rows that are due."""
+    """Grid of any size: programs share the TILES of the rows that are due, whose cursors `due` has
+    and `decode_kernel` has moved."""
     work = tl.program_id(0)
-    end = tl.load(due) * TILES
+    end = tl.load(due).to(tl.int32) * TILES
     while work < end:
-        row, part = tl.load(due + 1 + work // TILES), work % TILES
-        slot = tl.load(cursors.slots + row).to(tl.int64)
+        part = work % TILES
+        ticket = load_ticket(due, work // TILES)
         token = load_token(
-            tokens, A, row, part, H, P, G, N, READ, HEADS, BP, WIDTH
+            tokens, A, ticket.row, part, H, P, G, N, None, HEADS, BP, WIDTH
         )  # fmt: skip
         one_token(
-            out, tokens, token, ring, cursors, state, layer, row, slot, L - 1, part, TILES,
-            H, P, G, N, L, READ, RING, D_PER_CHANNEL, True, PRECISION, HEADS, BP, BL, WIDTH,
+            out, tokens, token, ring, cursors, state, layer, ticket.row, ticket.slot, L - 1, ticket,
+            part, TILES, H, P, G, N, L, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
         )  # fmt: skip
-        if arrive(cursors, slot, TILES):
-            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
-            tl.store(cursors.pos + slot, 0)
         work += tl.num_programs(0)
 
 
 @triton.jit
 def load_token(
     tokens, A, row, part,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, READ: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    READ: tl.constexpr,                 # storage that `times_vector` reads, or None
     HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What tile `part` needs of a row's token, which needs no cursor: loaded while one is awaited.
@@ -119,7 +127,7 @@ def load_token(
     B_at = tokens.B + row * tokens.B_row + group * N
     x_at = tokens.x + row * tokens.x_row + head_of * P + p
     C = tl.load(C_at + n, mask=n < N, other=0).to(tl.float32)
-    C_read = load_vector_for(C_at, N, WIDTH, READ)
+    C_read = C if READ is None else load_vector_for(C_at, N, WIDTH, READ)
     B = tl.load(B_at + n, mask=n < N, other=0)
     x = tl.load(x_at, mask=in_tile, other=0)
     dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
@@ -128,11 +136,11 @@ def load_token(
 
 @triton.jit
 def one_token(
-    out, tokens, token, ring, cursors, read, layer, row, slot, pos, part, parts,
+    out, tokens, token, ring, cursors, read, layer, row, slot, pos,
+    ticket,                             # of a row whose ring is folded, with the token, into `read`
+    part, parts,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
-    FLUSH: tl.constexpr,                # fold the ring, with the token, into `read`
-    PRECISION: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Outputs of tile `part` of a row; its share of the record enters the ring, unless it is folded
@@ -140,12 +148,16 @@ def one_token(
     C, C_read, B_new, x_given, dt_new, rate = token
     group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
+    FLUSH: tl.constexpr = ticket is not None
     in_rows = None if EXACT else in_tile
     state_row = head_of * P + p
     n = tl.arange(0, WIDTH)
 
     # All loads come before the first reduction, which brings a barrier.
-    loaded = load_codes(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+    if FLUSH:
+        loaded = load_codes(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+    else:
+        loaded = load_factor(read, slot, state_row, in_rows, P, N, WIDTH, READ)
     ring_B = ring.B + slot * ring.B_slot + group * L * N
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
     ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
@@ -179,7 +191,7 @@ def one_token(
         x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
         state += x_weighted[:, None] * B_new[None, :]
         write_state(
-            state, read, None, cursors, layer, slot, state_row, in_rows,
+            state, read, None, cursors, layer, ticket, state_row, in_rows,
             P, BP, N, WIDTH, READ, None,
         )  # fmt: skip
     elif fits:
@@ -211,7 +223,7 @@ def decode(
         launch: see `Launch`; by default from the table of `triton_launch`.
 
     Returns:
-        Outputs [B, 1, H, P] float32; padding rows are not written.
+        Outputs [B, 1, H, P] float32; 0 for padding rows.
 
     Raises:
         ValueError: something has no kernel, or shapes disagree.
@@ -253,7 +265,7 @@ def step(
         )
         return out
     last_slot = triton_launch.sizes(checkpoint, ring, cursors)["L"] - 1
-    due = list_due(cursors, last_slot)  # before the first kernel moves cursors
+    due = list_due(cursors, last_slot, moves=False)  # before the first kernel moves cursors
     out = _decode(
         checkpoint, ring, policy, cursors, inputs, launch, commits=True, excepted=last_slot
     )

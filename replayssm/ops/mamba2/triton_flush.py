@@ -25,52 +25,71 @@ from replayssm.ops.mamba2.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_codes, values_of
-from replayssm.ops.triton_common import Cursors, arrive, list_due, prefix_sums
+from replayssm.ops.triton_common import Cursors, list_due, load_ticket, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit(do_not_specialize=["layer"])
 def flush_kernel(
     checkpoint, read_copy, layer,       # Stored; Stored or None
-    A, ring, cursors, due,              # [H], Ring, Cursors, from `list_due`
+    A, ring, cursors, due,              # [H], Ring, Cursors (only counters), from `list_due`
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     TILES: tl.constexpr, RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
     """Grid of any size: programs share the TILES of the rows that are due."""
+    work = tl.program_id(0)
+    end = tl.load(due).to(tl.int32) * TILES
+    if LOOPS:
+        while work < end:
+            flush_tile(
+                checkpoint, read_copy, layer, A, ring, cursors, load_ticket(due, work // TILES),
+                work % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,
+                HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+            work += tl.num_programs(0)
+    else:
+        ticket = load_ticket(due, work // TILES)  # in memory, filled or not
+        if work < end:
+            flush_tile(
+                checkpoint, read_copy, layer, A, ring, cursors, ticket,
+                work % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,
+                HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+
+
+@triton.jit
+def flush_tile(
+    checkpoint, read_copy, layer, A, ring, cursors, ticket, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tile `part` of a row, which reads no cursor and so waits for no other tile."""
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     n = tl.arange(0, WIDTH)
-    work = tl.program_id(0)
-    end = tl.load(due) * TILES
-    while work < end:
-        row = tl.load(due + 1 + work // TILES)
-        slot = tl.load(cursors.slots + row).to(tl.int64)
-        group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(
-            work % TILES, H, P, G, HEADS, BP
-        )
-        in_rows = None if EXACT else in_tile
-        state_row = head_of * P + p
-        loaded = load_codes(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
-        pos = tl.load(cursors.pos + slot).to(tl.int32)
-        rate = tl.load(A + head, mask=in_heads, other=0.0)
-        ring_B = ring.B + slot * ring.B_slot + group * L * N + n
-        ring_dt = ring.dt + slot * ring.dt_slot + head * L
-        ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
-        dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
-        B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
-        x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
-        log_decay = prefix_sums(rate[None, :] * dt)
-        state = values_of(loaded, N, WIDTH, CHECKPOINT)
-        state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
-        write_state(
-            state, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
-            P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
-        )  # fmt: skip
-        if arrive(cursors, slot, TILES):
-            tl.store(cursors.pos + slot, 0)
-            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
-        work += tl.num_programs(0)
+    slot, pos = ticket.slot, ticket.pos
+    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    in_rows = None if EXACT else in_tile
+    state_row = head_of * P + p
+    loaded = load_codes(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+    rate = tl.load(A + head, mask=in_heads, other=0.0)
+    ring_B = ring.B + slot * ring.B_slot + group * L * N + n
+    ring_dt = ring.dt + slot * ring.dt_slot + head * L
+    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
+    dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
+    B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
+    x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
+    log_decay = prefix_sums(rate[None, :] * dt)
+    state = values_of(loaded, N, WIDTH, CHECKPOINT)
+    state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
+    write_state(
+        state, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
+        P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+    )  # fmt: skip
 
 
 def flush(
@@ -115,7 +134,7 @@ def flush(
         parameters["A"],
         triton_launch.ring(ring),
         cursors,
-        list_due(cursors, sizes["L"], rows),
+        list_due(cursors, sizes["L"], rows, moves=True),
         **sizes,
         TILES=tiles,
         RING=triton_launch.ring_storage(policy, ring),
@@ -125,5 +144,6 @@ def flush(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
+        LOOPS=launch.loop > 1,
         **launch.options(),
     )

@@ -20,7 +20,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
-from replayssm.ops.triton_common import Cursors, precision_of, resident_programs
+from replayssm.ops.triton_common import Cursors, precision_of
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -35,9 +35,8 @@ class Launch:
     Attributes:
         heads: heads of one group in a program's tile (1 for windows), a power of two.
         block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
-        loop: tiles a program works on in turn (window).
-        resident: programs a multiprocessor that share the tiles of the rows that are due (flush,
-            and what a step does of it).
+        loop: tiles a program works on in turn (window); at most, where all rows flush (flush, and
+            what a step does of it): programs that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
     """
@@ -45,7 +44,6 @@ class Launch:
     heads: int = 1
     block_p: int
     loop: int = 1
-    resident: int = 8
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
@@ -105,7 +103,8 @@ def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: in
     if kernel in ("flush", "step"):
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps = max(num_warps, heads * block_p // 16)
-    return Launch(heads=heads, block_p=block_p, num_warps=num_warps, maxnreg=maxnreg)
+    loop = 8 if kernel in ("flush", "step") else 1
+    return Launch(heads=heads, block_p=block_p, loop=loop, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def _needs_whole_heads(policy: PrecisionPolicy) -> bool:
@@ -121,9 +120,8 @@ def tiles(sizes: Sizes, launch: Launch) -> int:
 
 
 def programs(tiles: int, launch: Launch, cursors: Cursors) -> int:
-    """Programs that share the tiles of the rows that are due, at most one each."""
-    rows = cursors.slots.shape[0]
-    return min(rows * tiles, resident_programs(cursors.slots.device, launch.resident))
+    """Programs that share the tiles of the rows that are due."""
+    return triton.cdiv(cursors.slots.shape[0] * tiles, launch.loop)
 
 
 def slots(sizes: Sizes, *, least: int) -> int:

@@ -166,8 +166,10 @@ def fold(state, x, B, dt, log_decay, now, PRECISION: tl.constexpr):
     HEADS: tl.constexpr = now.shape[0]
     weights = dt * decay(now[None, :], log_decay)  # [BL, HEADS]
     weighted = tl.reshape(by_head(x, HEADS) * weights[:, :, None], [BL, R])
-    kept = tl.broadcast_to(decay(now, 0.0)[:, None], [HEADS, R // HEADS])
-    return exact_dot(tl.trans(weighted), B, state * tl.reshape(kept, [R])[:, None], PRECISION)
+    kept = tl.reshape(tl.broadcast_to(decay(now, 0.0)[:, None], [HEADS, R // HEADS]), [R])
+    # Added afterwards, the state never takes the layout of the product: one exchange less.
+    added = exact_dot(tl.trans(weighted), B, tl.zeros_like(state), PRECISION)
+    return state * kept[:, None] + added
 
 
 @triton.jit
@@ -177,7 +179,7 @@ def write_state(
     read_copy,
     cursors,
     layer,
-    slot,
+    ticket,
     row,
     in_rows,
     P: tl.constexpr,
@@ -189,14 +191,13 @@ def write_state(
 ):
     """Round the FP32 state once into the checkpoint and once into the read copy (READ_COPY None:
     there is none), both from the same values; count what saturated and what was not finite."""
-    seed, sequence = tl.load(cursors.seed + slot), tl.load(cursors.sequence + slot)
-    flush = tl.load(cursors.flushes + slot)
-    key = (seed, layer, flush, sequence)
+    slot, seed = ticket.slot, ticket.seed
+    key = (seed, layer, ticket.flushes, ticket.sequence)
     over, not_finite = store_tile(
         state, key, checkpoint, slot, row, in_rows, P, BP, N, WIDTH, CHECKPOINT
     )
     if READ_COPY is not None:
-        key = (seed, layer + _READ_COPY_KEY, flush, sequence)
+        key = (seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
         over_copy, _ = store_tile(
             state, key, read_copy, slot, row, in_rows, P, BP, N, WIDTH, READ_COPY
         )

@@ -103,19 +103,27 @@ def reads_words(storage: Storage, cols: int) -> bool:
 
 
 @triton.constexpr_function
+def reads_quarters(storage: Storage) -> bool:
+    """Whether `times_vector` takes the columns of a tile in four parts: nothing ties them."""
+    return scales_of(storage) in ("none", "row")
+
+
+@triton.constexpr_function
 def block_size(storage: Storage) -> int:
     """Columns that share a scale; 16 where none do."""
     return storage.format.block_size if isinstance(storage.format, BlockFormat) else 16
 
 
 @triton.jit
-def load_matrix(base, row, in_rows, PITCH: tl.constexpr, WIDTH: tl.constexpr):
-    """[R, WIDTH] of rows that are PITCH elements long and apart; 0 outside."""
-    column = tl.arange(0, WIDTH)[None, :]
+def load_matrix(
+    base, row, in_rows, PITCH: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0
+):
+    """[R, WIDTH] of rows that are PITCH elements long and apart, from column FIRST; 0 outside."""
+    column = FIRST + tl.arange(0, WIDTH)[None, :]
     at = base + row[:, None] * PITCH + column
     if in_rows is not None:
         return tl.load(at, mask=in_rows[:, None] & (column < PITCH), other=0)
-    elif PITCH < WIDTH:
+    elif PITCH < FIRST + WIDTH:
         return tl.load(at, mask=(row >= 0)[:, None] & (column < PITCH), other=0)
     else:
         return tl.load(at)

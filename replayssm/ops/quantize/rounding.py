@@ -7,7 +7,7 @@ import numpy
 import triton
 import triton.language as tl
 
-from replayssm.formats.number import FP32, NumberFormat
+from replayssm.formats.number import FP16, FP32, NumberFormat
 from replayssm.formats.rounding import Rounding
 
 
@@ -39,6 +39,49 @@ def beyond_bits(fmt: NumberFormat) -> int:
 def random_bit_count(rounding: Rounding) -> int:
     """Random bits an element takes, 0 for the deterministic modes."""
     return rounding.bits or 0
+
+
+@triton.constexpr_function
+def is_stochastic_half(fmt: NumberFormat, rounding: Rounding) -> bool:
+    """Whether `stochastic_half` may be used: compiled code that rounds to FP16 with 16 bits."""
+    chosen = fmt == FP16 and rounding.mode == "stochastic" and rounding.bits == 16
+    return chosen and not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def stochastic_half(x, random):
+    """FP16 codes that `round_to_format` gives for finite FP32 x, |x| <= 65504, and 16 random bits
+    (uint32), in a third of its instructions.
+
+    The result is the sum |x| + r 2^-16 ulp cut to the grid. Both FP32's sum and the conversion cut
+    off what they cannot hold, on nested grids, so nothing is rounded twice; ulp is 2^-10 of the
+    binade, from 2^-14 up. Two elements at a time: their conversion is one instruction.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a0, a1, r0, r1;
+        and.b32 a0, $1, 0x7f800000;
+        and.b32 a1, $2, 0x7f800000;
+        max.s32 a0, a0, 0x38800000;
+        max.s32 a1, a1, 0x38800000;
+        lop3.b32 a0, a0, $1, 0x80000000, 0xf8;
+        lop3.b32 a1, a1, $2, 0x80000000, 0xf8;
+        prmt.b32 r0, $3, 0x3e000000, 0x7610;
+        prmt.b32 r1, $3, 0x3e000000, 0x7632;
+        add.f32 r0, r0, 0fBE000000;
+        add.f32 r1, r1, 0fBE000000;
+        fma.rz.f32 a0, r0, a0, $1;
+        fma.rz.f32 a1, r1, a1, $2;
+        cvt.rz.f16x2.f32 $0, a1, a0;
+        }
+        """,
+        "=r,r,r,r",
+        [x, random.to(tl.uint16)],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
