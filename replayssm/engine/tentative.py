@@ -80,7 +80,7 @@ class TentativeRows:
         adapter, rows = self.adapter, len(prompts)
         for prompt in prompts:
             adapter.check_length(len(prompt) + room)
-        prefills = PrefillCache(adapter, max_bytes=0, backend=self.backend)
+        prefills = PrefillCache(adapter, backend=self.backend)  # equal prompts are run once
         group = RowGroup(
             policy=self._rollback.policy, sequences=tuple(sequences), seeds=tuple(seeds)
         )
