@@ -136,9 +136,6 @@ class StepGraphs:
 
     def _capture(self, key: tuple, tokens: Tensor, forward: Callable[[Tensor], Tensor]) -> bool:
         """Capture one pass under `key`; nothing moves. False if it turns out to be impossible."""
-        # What looked at fewer keys, or at storage that has grown since, is not needed any more.
-        for old in [old for old in self._kept if old[:2] < key[:2]]:
-            del self._kept[old]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, static = torch.cuda.CUDAGraph(), tokens.clone()
@@ -154,4 +151,8 @@ class StepGraphs:
             return False
         kept = self._kept[key]
         kept.graph, kept.tokens, kept.logits = graph, static, logits
+        # What looked at fewer keys, or at storage that has grown since, is not needed any more. Only
+        # now: a pool of memory that the last graph has left cannot be captured into.
+        for old in [old for old in self._kept if old[:2] < key[:2]]:
+            del self._kept[old]
         return True

@@ -241,6 +241,7 @@ def _load_weights(folder: Path, name: str, dtype: torch.dtype, device_map: Any) 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=_own_config(folder, name),
             dtype=dtype,
             device_map=device_map,
             trust_remote_code=False,  # the adapters know the library's own classes only
@@ -262,6 +263,24 @@ def _load_weights(folder: Path, name: str, dtype: torch.dtype, device_map: Any) 
             f"{name!r}: {key!r} is {list(stored)} in the weight files, {list(wanted)} in the model"
         )
     return model
+
+
+def _own_config(folder: Path, name: str) -> Any:
+    """The configuration as transformers' own class, which leads to its own model class.
+
+    Other packages put theirs in its place under the same model type as soon as they are imported
+    (flash-linear-attention does, and transformers imports it where it is installed).
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_type = _read_config(folder, name)["model_type"]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise ModelError(
+            f"{name!r}: model type {model_type!r} is not known to "
+            f"transformers {transformers.__version__}"
+        )
+    return getattr(transformers, CONFIG_MAPPING_NAMES[model_type]).from_pretrained(folder)
 
 
 def _quieten_transformers() -> None:

@@ -198,6 +198,25 @@ def test_a_device_map_spreads_the_model(saved):
     torch.testing.assert_close(logits, tiny_model("mamba2")(tokens).logits)
 
 
+def test_another_package_s_class_does_not_take_over(saved, monkeypatch):
+    """flash-linear-attention registers models of its own under transformers' model types."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    class OtherConfig(Mamba2Config):
+        pass
+
+    class OtherModel(Mamba2ForCausalLM):
+        config_class = OtherConfig
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
+    AutoConfig.register("mamba2", OtherConfig, exist_ok=True)
+    AutoModelForCausalLM.register(OtherConfig, OtherModel, exist_ok=True)
+    assert type(AutoModelForCausalLM.from_pretrained(saved)) is OtherModel
+    assert type(load(str(saved)).model) is Mamba2ForCausalLM
+
+
 def test_device_maps_that_cannot_be(saved, monkeypatch):
     assert "'spread' is not one of auto, balanced" in message(
         ModelError, saved, device_map="spread"

@@ -342,7 +342,7 @@ def test_options_reach_the_settings(monkeypatch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_times_on_a_device():
-    x = torch.ones(1 << 26, device="cuda")
+    x = torch.ones(1 << 29, device="cuda")
     calls = []
     launches = [lambda: x.mul_(1.0)] * 4
     timing = bench_timing.graph_time(launches, reset=lambda: calls.append(1), seconds=0.01)
