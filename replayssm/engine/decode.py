@@ -5,7 +5,7 @@ by token, as a server decodes: the state is flushed every ring length, and a pol
 not the reference's, go into its state.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,35 +53,84 @@ def generate(
 
     Rows that have stopped keep their place, and read their stop token again, until all have.
     """
+    ids = tuple(range(len(prompts))) if prompt_ids is None else tuple(prompt_ids)
+    stream, logits = open_stream(
+        adapter,
+        prompts,
+        policy,
+        max_new_tokens=max_new_tokens,
+        prompt_ids=ids,
+        seed=seed,
+        backend=backend,
+    )
+    chosen = decode(
+        stream,
+        logits,
+        max_new_tokens=max_new_tokens,
+        prompt_ids=ids,
+        stop_tokens=stop_tokens,
+        sampler=sampler or Sampler(),
+    )
+    rows = torch.stack(list(chosen), dim=1).tolist()
+    return [_cut(row, set(stop_tokens)) for row in rows]
+
+
+@torch.inference_mode()
+def open_stream(
+    adapter: Adapter,
+    prompts: Tensor,
+    policy: PrecisionPolicy,
+    *,
+    max_new_tokens: int,
+    prompt_ids: Sequence[int],
+    seed: int = 0,
+    backend: str = "auto",
+) -> tuple[Stream, Tensor]:
+    """A stream that has read `prompts` and was handed over, and its last logits [P, V], for
+    `decode`; arguments as in `generate`.
+    """
     if prompts.dim() != 2 or prompts.shape[0] < 1 or prompts.shape[1] < 1:
         raise ValueError(f"prompts must be [prompts >= 1, tokens >= 1], got {tuple(prompts.shape)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     rows, prompt_length = prompts.shape
-    ids = tuple(range(rows)) if prompt_ids is None else tuple(prompt_ids)
     adapter.check_length(prompt_length + max_new_tokens)
     stream = Stream(
         adapter,
-        [RowGroup(policy=policy, sequences=ids, seeds=(seed,) * rows)],
+        [RowGroup(policy=policy, sequences=tuple(prompt_ids), seeds=(seed,) * rows)],
         source=range(rows),
         capacity=prompt_length + max_new_tokens,
         backend=backend,
     )
-    sampler = sampler or Sampler()
-    stop = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=adapter.device)
     logits = stream.prefill(prompts)
     stream.hand_over()
-    chosen: list[Tensor] = []
-    stopped = torch.zeros(rows, dtype=torch.bool, device=adapter.device)
-    while True:
-        token = sampler.choose(logits, prompts=ids, position=stream.position - 1)
-        token = torch.where(stopped, chosen[-1], token) if chosen else token
-        chosen.append(token)
+    return stream, logits
+
+
+@torch.inference_mode()
+def decode(
+    stream: Stream,
+    logits: Tensor,
+    *,
+    max_new_tokens: int,
+    prompt_ids: Sequence[int],
+    stop_tokens: Collection[int],
+    sampler: Sampler,
+) -> Iterator[Tensor]:
+    """The next token of every row, [P], as it is chosen: at most `max_new_tokens` times, or until
+    every row has a stop token.
+    """
+    stop = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=logits.device)
+    stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    token = None
+    for count in range(1, max_new_tokens + 1):
+        choice = sampler.choose(logits, prompts=prompt_ids, position=stream.position - 1)
+        token = choice if token is None else torch.where(stopped, token, choice)
+        yield token
         stopped = stopped | torch.isin(token, stop)
-        if len(chosen) == max_new_tokens or (stop_tokens and bool(stopped.all())):
-            break
+        if count == max_new_tokens or (stop_tokens and bool(stopped.all())):
+            return
         logits = stream.step(token[:, None])[:, -1]
-    return [_cut(row, set(stop_tokens)) for row in torch.stack(chosen, dim=1).tolist()]
 
 
 def _cut(tokens: list[int], stop_tokens: set[int]) -> Generation:

@@ -153,9 +153,4 @@ class TentativeRows:
         """Bytes of recurrent state of one sequence by part, over all layers; "draft": what each
         draft token needs beside that.
         """
-        parts: dict[str, int] = {}
-        for layer in self.session.layer_indices:
-            for _, cache in self.session.updates(layer):
-                for name, size in cache.bytes().items():
-                    parts[name] = parts.get(name, 0) + size // cache.batch
-        return parts | {"draft": self._rollback.bytes_per_draft}
+        return self.session.state_bytes() | {"draft": self._rollback.bytes_per_draft}

@@ -389,6 +389,15 @@ class ReplaySession:
     def layer_indices(self) -> tuple[int, ...]:
         return tuple(state.layer.index for state in self._layers)
 
+    def state_bytes(self, group: int = 0) -> dict[str, int]:
+        """Bytes of recurrent state of one row of a group by part, over all layers."""
+        parts: dict[str, int] = {}
+        for state in self._layers:
+            cache = state.caches[group]
+            for name, size in cache.bytes().items():
+                parts[name] = parts.get(name, 0) + size // cache.batch
+        return parts
+
     def states(self, layer: int) -> list[Tensor]:
         """Effective state of each group at model layer `layer`: checkpoint with the ring folded in.
 
