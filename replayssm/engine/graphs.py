@@ -151,8 +151,8 @@ class StepGraphs:
             return False
         kept = self._kept[key]
         kept.graph, kept.tokens, kept.logits = graph, static, logits
-        # What looked at fewer keys, or at storage that has grown since, is not needed any more. Only
-        # now: a pool of memory that the last graph has left cannot be captured into.
+        # What looked at fewer keys, or at storage that has grown since, is not needed any more.
+        # Only now: a pool of memory that the last graph has left cannot be captured into.
         for old in [old for old in self._kept if old[:2] < key[:2]]:
             del self._kept[old]
         return True

@@ -5,6 +5,7 @@ Owns the content of provenance.json. Holds no time of day and no machine or user
 same run on the same installation writes the same bytes. Needs torch only to describe the device.
 """
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -62,8 +63,10 @@ def describe_device(device: torch.device) -> dict:
 
 
 def code_version() -> tuple[str, bool | None]:
-    """(commit, dirty) of the clone that this package runs from; ("unknown", None) when it is no
-    clone.
+    """(commit, dirty) of the clone that this package runs from.
+
+    Where it is no clone, as in a container, the commit is what the environment variable
+    REPLAYSSM_COMMIT says, or "unknown"; dirty is then None.
 
     Dirty means that tracked or new files of the package differ from the commit; results do not
     count.
@@ -76,7 +79,7 @@ def code_version() -> tuple[str, bool | None]:
         commit = _git(package, "rev-parse", "HEAD").strip()
         dirty = bool(_git(package, "status", "--porcelain", "--", ".").strip())
     except (OSError, subprocess.SubprocessError):
-        return "unknown", None
+        return os.environ.get("REPLAYSSM_COMMIT") or "unknown", None
     return commit, dirty
 
 

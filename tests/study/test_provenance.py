@@ -44,7 +44,8 @@ def test_a_clone_names_its_commit_and_whether_the_package_was_changed(clone):
     assert provenance.code_version() == (commit, True)
 
 
-def test_an_installed_package_has_no_commit_even_inside_another_clone(clone):
+def test_an_installed_package_has_no_commit_even_inside_another_clone(clone, monkeypatch):
+    monkeypatch.delenv("REPLAYSSM_COMMIT", raising=False)
     root = clone.parent
     assert provenance.code_version() == ("unknown", None)
     git(root, "init", "-q")
@@ -52,6 +53,8 @@ def test_an_installed_package_has_no_commit_even_inside_another_clone(clone):
     git(root, "add", "README")
     git(root, "commit", "-q", "-m", "one")
     assert provenance.code_version() == ("unknown", None)
+    monkeypatch.setenv("REPLAYSSM_COMMIT", "a" * 40)
+    assert provenance.code_version() == ("a" * 40, None), "told from outside"
 
 
 def test_equal_environments_are_described_equally():
