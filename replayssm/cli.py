@@ -1,5 +1,6 @@
 """The `replayssm` command: run, drift, status, report, policies, models; what judges and explains
-drift runs is in `cli_study`, tasks are in `cli_tasks`, benchmarks in `cli_bench`.
+drift runs is in `cli_study`, tasks are in `cli_tasks`, benchmarks in `cli_bench`, text in
+`cli_generate`.
 
 Owns argument names, what is printed, and exit codes. Imports are made inside the commands, so that
 `--help`, `status`, `models` and `report` do not wait for torch.
@@ -15,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from replayssm import cli_bench, cli_study, cli_tasks
+from replayssm import cli_bench, cli_generate, cli_study, cli_tasks
 from replayssm.models.errors import HookNotLiveError
 
 _EPILOG = (
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _execution(drift)
 
+    cli_generate.add_commands(command)
     cli_tasks.add_commands(command, execution=_execution, names=_names)
     cli_bench.add_commands(command, names=_names, integers=_integers)
     cli_study.add_commands(command, execution=_execution, names=_names, measure=_measure)

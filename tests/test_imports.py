@@ -17,7 +17,7 @@ LAYERS = (
     ("models",),
     ("engine",),
     ("study",),
-    ("cli_bench", "cli_tasks", "cli_study"),
+    ("cli_bench", "cli_generate", "cli_tasks", "cli_study"),
     ("cli",),
     ("__main__",),
 )
