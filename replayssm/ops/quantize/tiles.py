@@ -22,6 +22,7 @@ from replayssm.ops.quantize.layout import (
     is_packed,
     load_matrix,
     load_vector,
+    reads_quarters,
     reads_words,
     scales_of,
     store_matrix,
@@ -37,9 +38,11 @@ from replayssm.ops.quantize.packing import (
 from replayssm.ops.quantize.philox import random_bits
 from replayssm.ops.quantize.rounding import (
     fact,
-    float_bits,
+    is_stochastic_half,
+    largest_that_fits,
     random_bit_count,
     round_to_format,
+    stochastic_half,
 )
 from replayssm.ops.quantize.scaling import (
     block_scale,
@@ -90,6 +93,36 @@ def load_codes(
         base = stored.tensor_scale + slot * stored.tensor_scale_slot
         whole = load_vector(base, row // ROWS, in_rows, 1.0)
     return codes, block, whole
+
+
+@triton.jit
+def load_factor(
+    stored,
+    slot,
+    row,
+    in_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr,
+):
+    """Codes and scales of a tile as `times_vector` takes them: `load_codes`, but in four parts of
+    the columns where it `reads_quarters`, so that few lanes share a row and have to add."""
+    if reads_quarters(STORAGE):
+        Q: tl.constexpr = WIDTH // 4
+        data = stored.data + slot * stored.data_slot
+        codes = (
+            load_matrix(data, row, in_rows, COLS, Q),
+            load_matrix(data, row, in_rows, COLS, Q, Q),
+            load_matrix(data, row, in_rows, COLS, Q, 2 * Q),
+            load_matrix(data, row, in_rows, COLS, Q, 3 * Q),
+        )
+        whole = codes[0]
+        if scales_of(STORAGE) == "row":
+            whole = load_vector(stored.scale + slot * stored.scale_slot, row, in_rows, 1.0)
+        return codes, codes[0], whole
+    else:
+        return load_codes(stored, slot, row, in_rows, ROWS, COLS, WIDTH, STORAGE)
 
 
 @triton.jit
@@ -161,21 +194,44 @@ def load_vector_for(base, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.c
     """COLS elements of any float dtype at `base`, FP32, as `times_vector` takes them."""
     if reads_words(STORAGE, COLS):
         return load_eighths(base, COLS, WIDTH // 8)
+    elif reads_quarters(STORAGE):
+        Q: tl.constexpr = WIDTH // 4
+        return (
+            _load_part(base, 0, Q, COLS),
+            _load_part(base, Q, Q, COLS),
+            _load_part(base, 2 * Q, Q, COLS),
+            _load_part(base, 3 * Q, Q, COLS),
+        )
     else:
-        column = tl.arange(0, WIDTH)
-        return tl.load(base + column, mask=column < COLS, other=0).to(tl.float32)
+        return _load_part(base, 0, WIDTH, COLS)
+
+
+@triton.jit
+def _load_part(base, FIRST: tl.constexpr, COUNT: tl.constexpr, COLS: tl.constexpr):
+    column = FIRST + tl.arange(0, COUNT)
+    return tl.load(base + column, mask=column < COLS, other=0).to(tl.float32)
 
 
 @triton.jit
 def times_vector(loaded, vector, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
-    """Product [R] of the tile with a vector from `load_vector_for`."""
+    """Product [R] of the tile from `load_factor` with a vector from `load_vector_for`."""
     if reads_words(STORAGE, COLS):
         result = _words_times_vector(loaded[0], _decode_block_scale(loaded[1], STORAGE), vector)
+    elif reads_quarters(STORAGE):
+        ELEMENT: tl.constexpr = element_of(STORAGE)
+        FINITE: tl.constexpr = scales_of(STORAGE) != "none"
+        total = decode_elements(loaded[0][0], ELEMENT, FINITE) * vector[0][None, :]
+        for i in tl.static_range(1, 4):
+            part = decode_elements(loaded[0][i], ELEMENT, FINITE)
+            total = tl.fma(part, tl.broadcast_to(vector[i][None, :], part.shape), total)
+        result = tl.sum(total, 1)
     else:
         x = unscaled_of(loaded, COLS, WIDTH, STORAGE)
         result = tl.sum(x * vector[None, :], 1)
     if scales_of(STORAGE) == "none" or scales_of(STORAGE) == "mx":
         return result
+    elif scales_of(STORAGE) == "row":
+        return result * loaded[2]
     else:
         return result * factor_of(loaded, STORAGE)
 
@@ -399,9 +455,11 @@ def store_tile(
     if peak >= 0x7F800000:
         not_finite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
     # Counting takes a pass over the tile: only where a maximum says that there is something.
+    NEAREST_E2M1: tl.constexpr = is_packed(STORAGE) and fact(ROUNDING, "mode") == "nearest_even"
+    LIMIT: tl.constexpr = largest_that_fits(ELEMENT, ROUNDING)
     may_overflow = peak > 0
     if SCALES == "none":
-        may_overflow = peak > float_bits(fact(ELEMENT, "max_value"))
+        may_overflow = peak > LIMIT
     random = None
     if random_bit_count(ROUNDING) > 0:
         random = random_bits(
@@ -416,7 +474,10 @@ def store_tile(
         blocks = tl.reshape(x, [R, BLOCKS, SIZE])
         if SCALES == "mx":
             code = mx_scale_code(amax, FORMAT)
-            blocks = blocks * power_of_two(254 - code)[:, :, None]
+            inverse = power_of_two(254 - code)
+            blocks = blocks * inverse[:, :, None]
+            highest = magnitude_bits(amax.to(tl.float32, bitcast=True) * inverse)
+            may_overflow = tl.max(highest) > LIMIT
             code = code.to(tl.uint8)
         else:
             if matrix_amax is None:
@@ -436,25 +497,28 @@ def store_tile(
             blocks = to_codes(blocks, s, per_row[:, None], FORMAT)
             highest = amax.to(tl.float32, bitcast=True)[:, :, None]
             highest = magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT))
-            may_overflow = tl.max(highest) > float_bits(6.0)
+            may_overflow = tl.max(highest) > LIMIT
             code = encode_elements(s, fact(FORMAT, "scale_format"))
         base = stored.scale + slot * stored.scale_slot
         store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
         x = tl.reshape(blocks, [R, WIDTH])
 
     data = stored.data + slot * stored.data_slot
-    NEAREST_E2M1: tl.constexpr = is_packed(STORAGE) and fact(ROUNDING, "mode") == "nearest_even"
+    SATURATE: tl.constexpr = fact(STORAGE, "saturate")
+    STOCHASTIC_HALF: tl.constexpr = is_stochastic_half(ELEMENT, ROUNDING)
+    if STOCHASTIC_HALF:
+        codes = stochastic_half(x, random)
     if may_overflow:
-        rounded, overflows = round_to_format(
-            x, random, ELEMENT, ROUNDING, fact(STORAGE, "saturate")
-        )
+        rounded, overflows = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
         over = tl.sum(overflows.to(tl.int32))
         if NEAREST_E2M1:
             x = rounded
+        if STOCHASTIC_HALF:
+            codes = encode_elements(rounded, ELEMENT)
     if NEAREST_E2M1:
         packed = round_to_e2m1_pairs(x)
-    else:
-        x, _ = round_to_format(x, random, ELEMENT, ROUNDING, fact(STORAGE, "saturate"))
+    elif not STOCHASTIC_HALF:
+        x, _ = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
         codes = encode_elements(x, ELEMENT)
     if is_packed(STORAGE):
         if not NEAREST_E2M1:
