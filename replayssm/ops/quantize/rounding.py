@@ -36,6 +36,15 @@ def beyond_bits(fmt: NumberFormat) -> int:
 
 
 @triton.constexpr_function
+def largest_that_fits(fmt: NumberFormat, rounding: Rounding) -> int:
+    """Pattern up to which no magnitude overflows: below the midpoint past max_value, if rounded to
+    nearest."""
+    if rounding.mode != "nearest_even" or fmt == FP32:
+        return float_bits(fmt.max_value)
+    return float_bits(fmt.max_value + fmt.top_spacing / 2) - 1
+
+
+@triton.constexpr_function
 def random_bit_count(rounding: Rounding) -> int:
     """Random bits an element takes, 0 for the deterministic modes."""
     return rounding.bits or 0
