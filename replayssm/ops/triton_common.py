@@ -64,7 +64,7 @@ def _commit_kernel(cursors, accepted, rows, BLOCK: tl.constexpr):
 
 
 class Ticket(NamedTuple):
-    """A row that flushes and what its cursors were when `list_due` saw them, scalars in a kernel."""
+    """A row that flushes, and its cursors when `list_due` saw them; scalars in a kernel."""
 
     row: Tensor
     slot: Tensor
@@ -77,26 +77,40 @@ class Ticket(NamedTuple):
 _TICKET = tl.constexpr(8)  # int64 words of one ticket, a power of two
 
 
-def list_due(cursors: Cursors, count: int, rows: Tensor | None = None, *, moves: bool) -> Tensor:
+def list_due(
+    cursors: Cursors,
+    count: int,
+    rows: Tensor | None = None,
+    *,
+    moves: bool,
+    commits: bool = False,
+) -> Tensor:
     """Which rows are due, for kernels: their number, then their tickets, int64 [1 + B, 8].
 
     Due are rows with `count` committed records, or those where `rows` [B] (integers) is not 0;
     never padding rows. With `moves` their cursors are moved in place, as a flush does: kernels that
-    work on tickets need to read no cursor, and to wait for nobody who does.
+    work on tickets need to read no cursor, and to wait for nobody who does. With `commits` one more
+    record of every row counts, before anything else.
     """
     batch = cursors.slots.shape[0]
     due = torch.empty(1 + batch, _TICKET.value, dtype=torch.int64, device=cursors.slots.device)
     block = triton.next_power_of_2(batch)
-    _due_kernel[(1,)](due, cursors, rows, count, batch, MOVES=moves, BLOCK=block)
+    options = {"COMMITS": commits, "MOVES": moves, "BLOCK": block}
+    _due_kernel[(1,)](due, cursors, rows, count, batch, **options)
     return due
 
 
 @triton.jit
-def _due_kernel(due, cursors, rows, count, batch, MOVES: tl.constexpr, BLOCK: tl.constexpr):
+def _due_kernel(
+    due, cursors, rows, count, batch,
+    COMMITS: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.arange(0, BLOCK)
     slot = tl.load(cursors.slots + row, mask=row < batch, other=-1).to(tl.int64)
     real = slot >= 0
     pos = tl.load(cursors.pos + slot, mask=real, other=-1)
+    if COMMITS:
+        pos += real.to(tl.int64)
     if rows is None:
         is_due = pos == count
     else:
@@ -112,8 +126,11 @@ def _due_kernel(due, cursors, rows, count, batch, MOVES: tl.constexpr, BLOCK: tl
     tl.store(ticket + 4, sequence, mask=is_due)
     tl.store(ticket + 5, seed, mask=is_due)
     tl.store(due, tl.sum(is_due.to(tl.int64), 0))
-    if MOVES:
+    if COMMITS:
+        tl.store(cursors.pos + slot, tl.where(is_due & MOVES, 0, pos), mask=real)
+    elif MOVES:
         tl.store(cursors.pos + slot, tl.zeros_like(pos), mask=is_due)
+    if MOVES:
         tl.store(cursors.flushes + slot, flushes + 1, mask=is_due)
 
 

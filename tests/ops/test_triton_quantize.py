@@ -360,7 +360,7 @@ def test_every_code_decodes_to_its_value(fmt):
 
 # `scaling.minus_quotient` on a GPU, step by step in NumPy: float64 holds what each fused
 # multiply-add sums, so that the conversion to float32 is its one rounding. Powers of two change
-# nothing but exponents: significands of the divisor and of one binade of dividends are all there is.
+# exponents only: the significands of divisors and of one binade of dividends are all there is.
 
 
 def _fused(a, b, c):

@@ -445,6 +445,8 @@ def store_tile(
     ELEMENT: tl.constexpr = element_of(STORAGE)
     ROUNDING: tl.constexpr = fact(STORAGE, "rounding")
     SCALES: tl.constexpr = scales_of(STORAGE)
+    if SCALES == "nvfp4" and matrix_amax is None:
+        tl.static_assert(TILE_ROWS >= ROWS, "a tensor scale needs whole matrices")
     SIZE: tl.constexpr = block_size(STORAGE)
     BLOCKS: tl.constexpr = WIDTH // SIZE
     magnitude = magnitude_bits(x)
@@ -480,8 +482,9 @@ def store_tile(
             may_overflow = tl.max(highest) > LIMIT
             code = code.to(tl.uint8)
         else:
+            if matrix_amax is None and R == TILE_ROWS:
+                matrix_amax = peak
             if matrix_amax is None:
-                tl.static_assert(TILE_ROWS >= ROWS, "a tensor scale needs whole matrices")
                 largest = tl.max(tl.reshape(amax, [R // TILE_ROWS, TILE_ROWS * BLOCKS]), 1)
             else:
                 largest = tl.full([1], 0, tl.int32) + matrix_amax
