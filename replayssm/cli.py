@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _execution(drift)
 
-    cli_generate.add_commands(command)
+    cli_generate.add_commands(command, names=_names, integers=_integers)
     cli_tasks.add_commands(command, execution=_execution, names=_names)
     cli_bench.add_commands(command, names=_names, integers=_integers)
     cli_study.add_commands(command, execution=_execution, names=_names, measure=_measure)

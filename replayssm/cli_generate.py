@@ -1,8 +1,9 @@
-"""The command that writes text: generate.
+"""The commands about text and speculation: generate, speculation.
 
-Owns its argument names, how tokens become text on a terminal, and the line of numbers after it;
-`cli` owns errors and exit codes. Imports are made inside the command, so that `--help` does not
-wait for torch. Text goes to stdout, numbers to stderr.
+Owns their argument names, how tokens become text on a terminal, and the line of numbers after it;
+`cli` owns errors and exit codes. Imports are made inside the commands, so that `--help` does not
+wait for torch, and `speculation --redraw` needs no model. `generate` puts text on stdout, numbers
+on stderr.
 """
 
 import argparse
@@ -14,11 +15,15 @@ from os.path import commonprefix
 from pathlib import Path
 
 NGRAM, HEAD = "ngram", "mtp"
+BUILTIN = ("builtin/gdn", "builtin/mamba2")
 _CONTEXT = 8  # tokens that may decide how the next is spelled, as about spaces
 
 
-def add_commands(command: Callable) -> None:
-    """Add the command. `command(name, function, text)` makes a parser."""
+def add_commands(command: Callable, *, names: Callable, integers: Callable) -> None:
+    """Add the commands. `command(name, function, text)` makes a parser; `names` and `integers` read
+    "A,B".
+    """
+    _add_speculation(command, names=names, integers=integers)
     generate = command(
         "generate",
         _generate,
@@ -66,6 +71,42 @@ def add_commands(command: Callable) -> None:
     )
     generate.add_argument(
         "--trust-remote-code", action="store_true", help="allow code shipped with a model"
+    )
+
+
+def _add_speculation(command: Callable, *, names: Callable, integers: Callable) -> None:
+    study = command(
+        "speculation",
+        _speculation,
+        "Measure which drafts a model accepts under each policy, and how far it is from FP32 while "
+        "it does; a gain that comes with drift or repetition is flagged.",
+    )
+    study.add_argument("--models", type=names, metavar="A,B", help="default: both built-in models")
+    study.add_argument("--policies", type=names, metavar="A,B", help="fp32 first")
+    study.add_argument(
+        "--drafters",
+        type=names,
+        metavar="A,B",
+        help="ngram and names of models (default for a built-in model: the other one)",
+    )
+    study.add_argument("--drafts", type=integers, metavar="N,N", help="default: 0,2,4,8")
+    study.add_argument("--prompts", type=int, help="ten or more give intervals (12)")
+    study.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of a prompt (96)")
+    study.add_argument("--tokens", type=int, help="tokens after each prompt (64)")
+    study.add_argument("--temperature", type=float, help="0 (default) is greedy")
+    study.add_argument("--seed", type=int, help="of sampling and of stochastic rounding")
+    study.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    study.add_argument(
+        "--backend", default="auto", help="of the state update: auto, triton, reference"
+    )
+    study.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/speculation"),
+        help="folder of records, tables and figures (default: results/speculation)",
+    )
+    study.add_argument(
+        "--redraw", action="store_true", help="only redraw from the records in --out"
     )
 
 
@@ -245,3 +286,53 @@ def _line(numbers: _Numbers, policy: str, device: str) -> str:
     if draft is not None:
         parts.append(f"{draft:,} more for each draft")
     return "replayssm: " + "; ".join(parts)
+
+
+def _speculation(arguments: argparse.Namespace) -> int:
+    from replayssm.study import speculation_summary as summary
+
+    if not arguments.redraw:
+        for model in arguments.models or BUILTIN:
+            _measure_speculation(model, arguments)
+    records = summary.load_records(arguments.out)
+    for path in summary.write_report(records, arguments.out):
+        print(f"Wrote {path}")
+    flagged = [
+        f"{record.model}: {line}"
+        for record in records
+        for line in summary.unhealthy(summary.summarise(record))
+    ]
+    for line in flagged:
+        print(f"replayssm: flagged: {line}", file=sys.stderr)
+    return 0
+
+
+def _measure_speculation(model: str, arguments: argparse.Namespace) -> None:
+    import torch
+
+    from replayssm.study.speculation import SpeculationStudy, run_speculation
+    from replayssm.study.speculation_summary import Cell, write_record
+
+    keys = ("policies", "drafters", "drafts", "prompts", "prompt_tokens", "tokens")
+    given = {key: getattr(arguments, key) for key in (*keys, "temperature", "seed")}
+    given = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in given.items()
+        if value is not None
+    }
+    if model in BUILTIN:
+        given.setdefault("drafters", tuple(name for name in BUILTIN if name != model))
+
+    def show(cell: Cell) -> None:
+        rounds = sum(cell.rounds)
+        print(
+            f"{model}  {cell.policy:16} {cell.drafter or 'no drafter':16} {cell.drafts} drafts: "
+            f"{1 + sum(cell.accepted) / rounds:.3f} tokens a round, KL "
+            f"{sum(cell.kl) / len(cell.kl):.2e}, {cell.tokens_per_second:.0f} tokens/s",
+            flush=True,
+        )
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    study = SpeculationStudy(model=model, **given)
+    record = run_speculation(study, device=device, backend=arguments.backend, emit=show)
+    print(f"Wrote {write_record(record, arguments.out)}")

@@ -36,6 +36,7 @@ LIGHT = (
     *("study/answers.py", "study/compare.py", "study/samples.py", "study/task_results.py"),
     *("study/task_tables.py", "study/task_figures.py", "study/task_report.py"),
     *("study/bench_records.py", "study/bench_figures.py"),
+    *("study/speculation_summary.py", "study/speculation_figures.py"),
     *("study/gate.py", "study/recommend.py", "study/report.py", "study/attribution.py"),
     *("study/state_figures.py", "study/comparison_figures.py", "study/findings.py"),
 )

@@ -17,7 +17,7 @@ when rings are flushed.
 Shapes: B rows, T tokens of a window, N = T - 1 drafts, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,9 @@ class SpeculativeDecoder:
             backend=backend,
         )
         self._unchecked = 0
+        # Called with (row, logits [kept, V]) of every round: those at the tokens that the row
+        # keeps. They are valid until the next round.
+        self.observer: Callable[[int, Tensor], None] | None = None
 
     @torch.inference_mode()
     def start(
@@ -213,6 +216,8 @@ class SpeculativeDecoder:
                 new.append([])
                 continue
             row.acceptance.count(drafts.counts[i], accepted[i])
+            if self.observer is not None:
+                self.observer(i, logits[i, : kept[i]])
             new.append([*proposed[i][: accepted[i]], following[i]])
         return self._extend(new, finite)
 
