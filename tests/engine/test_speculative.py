@@ -19,7 +19,9 @@ from replayssm.models import Adapter, UnsupportedModelError
 from replayssm.policy import parse_policy
 
 POLICIES = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "fp16+nvfp4", "nvfp4@5")
-NEAR_TIE = 1e-4  # of a logit's standard deviation
+# Of a logit's standard deviation: sums in another order; and one in which a state lay so near to the
+# middle of two codes that it got the other one. (A flush at a wrong place: up to 0.4.)
+NEAR_TIE, NEAR_CODE = 1e-4, 1e-2
 
 
 class ScriptedDrafter:
@@ -64,8 +66,11 @@ def tokens_of(results):
 
 def check_greedy(adapter, prompts, policy, results):
     """Every token is the one that decoding chooses, near ties excepted; how many there were."""
-    ties = find_ties(adapter, prompts, tokens_of(results), policy)
-    assert all(tie.gap < NEAR_TIE for tie in ties), ties
+    answers = tokens_of(results)
+    ties = find_ties(adapter, prompts, answers, policy)
+    near = NEAR_TIE if policy.label.startswith("fp32") and not policy.read_copy else NEAR_CODE
+    assert all(tie.gap < near for tie in ties), ties
+    assert len(ties) <= 1 + sum(map(len, answers)) / 500, ties
     return len(ties)
 
 
@@ -180,6 +185,20 @@ def test_a_window_before_a_full_ring_flushes_what_is_committed_only():
         assert int(cache.pos.max()) <= 6
     assert [row.tokens for row in decoder.rows] == want
     assert min(seen) < 6  # earlier than full
+
+
+def test_flushes_at_other_places_are_seen():
+    """The comparison with decoding tells a rounding at a wrong place from a near tie."""
+    adapter, prompts = Adapter(tiny_model("qwen3_5")), random_tokens(2, 7).tolist()
+    policy = parse_policy("nvfp4@6")
+    want = decoded(adapter, prompts, policy, 120)
+    drafter = ScriptedDrafter(want, right=(3, 5, 0, 2))
+    got = speculate(
+        adapter, prompts, policy, drafter, drafts=5, max_new_tokens=120, schedule="early"
+    )
+    assert tokens_of(got) != want
+    with pytest.raises(AssertionError):
+        check_greedy(adapter, prompts, policy, got)
 
 
 def test_rows_are_flushed_where_decoding_flushes_them():
