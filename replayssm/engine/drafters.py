@@ -124,10 +124,16 @@ class ModelDrafter:
     """
 
     def __init__(
-        self, adapter: Adapter, *, policy: PrecisionPolicy | None = None, backend: str = "auto"
+        self,
+        adapter: Adapter,
+        *,
+        policy: PrecisionPolicy | None = None,
+        backend: str = "auto",
+        graphs: str = "auto",
     ):
         self.adapter = adapter
-        self._policy, self._backend = policy or parse_policy("fp32@32"), backend
+        self._policy = policy or parse_policy("fp32@32")
+        self._backend, self._graphs = backend, graphs
 
     def start(
         self,
@@ -145,6 +151,7 @@ class ModelDrafter:
             most_tokens=drafts + 1,
             schedule="early",
             backend=self._backend,
+            graphs=self._graphs,
         )
         self._rows.start(prompts, sequences=ids, seeds=[sampler.seed] * len(ids), room=room)
 

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from replayssm.models.kv_cache import RowCursor, RowLayer
 from replayssm.models.session import ReplaySession
+from replayssm.state_update import StateUpdate
 
 MODES = ("auto", "on", "off")
 KEYS = 8192
@@ -69,12 +70,13 @@ class StepGraphs:
         *,
         cursor: RowCursor | None,
         worthwhile: bool = True,
+        place: int = 0,
     ) -> Tensor:
         """`forward(tokens)`, or the replay of an earlier one; tokens [B, T].
 
         forward: one pass over all rows that writes in place, and moves session and `cursor`.
         cursor: where the rows of `cache` stand, if it has attention. worthwhile: whether enough
-        steps like this will follow for one to be captured.
+        steps like this will follow for one to be captured. place: what else a graph fixes.
 
         Raises ValueError where graphs are "on" and impossible.
         """
@@ -92,7 +94,7 @@ class StepGraphs:
                 return forward(tokens)
             bound = min(-(-keys // KEYS) * KEYS, room)
             cursor.bound = bound
-        key = (bound, room, tokens.shape, rings)
+        key = (bound, room, tokens.shape, rings, place)
         kept = self._kept.setdefault(key, _Captured())
         try:
             if kept.graph is None:
@@ -127,6 +129,8 @@ class StepGraphs:
     def _rings(self, tokens: int) -> tuple | None:
         """What a graph of `tokens` tokens fixes about rings; None where rows differ."""
         session = self._session
+        if session.reader is not StateUpdate.step:  # windows ask the cursors on the device
+            return ()
         caches = [cache for _, cache in session.updates(session.layer_indices[0])]
         full = tuple(cache.may_be_full for cache in caches)
         if tokens == 1:  # one kernel, which asks the cursors on the device

@@ -112,7 +112,7 @@ class SpeculativeDecoder:
         drafter: may be None with drafts 0.
         sampler: default greedy.
         seed: of stochastic rounding.
-        schedule, undo: see `rollback.py`.
+        schedule, undo: see `rollback.py`. graphs: see `graphs.py`.
 
     Raises ValueError for logits, and NonFiniteStateError for states, that are not finite.
     """
@@ -130,6 +130,7 @@ class SpeculativeDecoder:
         schedule: str = "aligned",
         undo: str = "cursor",
         backend: str = "auto",
+        graphs: str = "auto",
     ):
         if not 0 <= drafts <= MAX_DRAFTS:
             raise ValueError(f"drafts must be 0 to {MAX_DRAFTS}, got {drafts}")
@@ -146,6 +147,7 @@ class SpeculativeDecoder:
             schedule=schedule,
             undo=undo,
             backend=backend,
+            graphs=graphs,
         )
         self._unchecked = 0
         # Called with (row, logits [kept, V]) of every round: those at the tokens that the row
@@ -201,7 +203,8 @@ class SpeculativeDecoder:
         pending = torch.tensor(
             [row.tokens[-1] if on else 0 for row, on in zip(self.rows, active, strict=True)]
         )
-        tokens = torch.cat([pending[:, None], drafts.tokens.cpu()], dim=1)
+        device = self.adapter.device
+        tokens = torch.cat([pending.to(device)[:, None], drafts.tokens.to(device)], dim=1)
         logits = self._state.read(tokens)
         accepted, following, finite = self._verify(logits, drafts)
         kept = [count + 1 if on else 0 for count, on in zip(accepted, active, strict=True)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.prefills import PrefillCache
 from replayssm.engine.rollback import make_rollback
 from replayssm.models.adapter import Adapter
@@ -21,6 +22,9 @@ from replayssm.models.kv_cache import Cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.policy import PrecisionPolicy
+
+# Passes of a kind before one is captured as a graph, which takes as long as several.
+_PATIENCE = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +46,7 @@ class TentativeRows:
     Args:
         most_tokens: tokens that are read before `keep`, in one pass or several.
         schedule, undo: see `rollback.py`.
+        graphs: whether passes are replayed from CUDA graphs, see `graphs.py`; with snapshots, none.
 
     `read` may be called several times before `keep`; a row that keeps nothing is as it was. Callers
     use inference mode.
@@ -56,6 +61,7 @@ class TentativeRows:
         schedule: str = "aligned",
         undo: str = "cursor",
         backend: str = "auto",
+        graphs: str = "auto",
     ):
         if most_tokens < 1:
             raise ValueError(f"most_tokens must be at least 1, got {most_tokens}")
@@ -64,6 +70,7 @@ class TentativeRows:
         self._most = most_tokens
         self._rollback = make_rollback(undo, policy, tokens=most_tokens, schedule=schedule)
         self._read = 0
+        self._mode = "off" if undo == "snapshots" else graphs
 
     def start(
         self,
@@ -86,6 +93,7 @@ class TentativeRows:
         )
         self.session = ReplaySession(adapter, [group], backend=self.backend)
         self._rollback.attach(self.session)
+        self._graphs = StepGraphs(self.session, mode=self._mode, patience=_PATIENCE)
         self._rooms = [len(prompt) + room for prompt in prompts]
         self.positions = [len(prompt) for prompt in prompts]
         logits, states = [], []
@@ -106,14 +114,25 @@ class TentativeRows:
         return self._rollback.limits()
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Read `tokens` [B, T] (int64); returns FP32 logits [B, T, V]."""
-        count = tokens.shape[1]
+        """Read `tokens` [B, T] (int64); returns FP32 logits [B, T, V], valid until the next."""
+        start, count = self._read, tokens.shape[1]
         self._rollback.before(count)
-        self._cache.seek([position + self._read for position in self.positions])
-        self._tape.before(count)
-        with self.session:
-            logits = self._cache.read(tokens.to(self.adapter.device))
-        self._tape.after(count)
+        self._cache.seek([position + start for position in self.positions])
+
+        def forward(tokens: Tensor) -> Tensor:
+            self._tape.before(start, count)
+            with self.session:
+                logits = self._cache.read(tokens)
+            self._tape.after(start, count)
+            return logits
+
+        logits = self._graphs.step(
+            tokens.to(self.adapter.device),
+            self._cache.cache,
+            forward,
+            cursor=self._cache.cursor,
+            place=start,
+        )
         self._read += count
         return logits
 

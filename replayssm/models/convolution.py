@@ -37,7 +37,6 @@ class ConvolutionTape:
 
     def __init__(self, cache: Cache, *, tokens: int):
         self._tokens = tokens
-        self._read = 0
         self._convolutions: list[_Convolution] = []
         for layer in cache.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -55,35 +54,34 @@ class ConvolutionTape:
     def _noting(self, update: Callable, slots: dict[int, _Convolution]) -> Callable:
         def wrapper(conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
             if state_idx in slots:
-                self._note(slots[state_idx], conv_states)
+                self._note(slots[state_idx], conv_states, self._start)
             return update(conv_states, state_idx=state_idx, **kwargs)
 
         return wrapper
 
-    def _note(self, convolution: _Convolution, inputs: Tensor) -> None:
-        start = convolution.width + self._read
+    def _note(self, convolution: _Convolution, inputs: Tensor, start: int) -> None:
+        start += convolution.width
         convolution.tape[..., start : start + inputs.shape[-1]] = inputs
         convolution.noted = True
 
-    def before(self, tokens: int) -> None:
-        """A forward pass over `tokens` tokens follows."""
-        assert self._read + tokens <= self._tokens, "more tokens than the tape has room for"
+    def before(self, start: int, tokens: int) -> None:
+        """A forward pass over `tokens` tokens follows; `start` have been read since `keep`."""
+        assert start + tokens <= self._tokens, "more tokens than the tape has room for"
+        self._start = start
         for convolution in self._convolutions:
             convolution.noted = False
-            if self._read == 0:
+            if start == 0:
                 convolution.tape[..., : convolution.width] = convolution.states
 
-    def after(self, tokens: int) -> None:
+    def after(self, start: int, tokens: int) -> None:
         """That forward pass is done."""
         for convolution in self._convolutions:
             if not convolution.noted:  # single tokens go another way, straight into `states`
                 assert tokens == 1, "several tokens did not pass through the cache"
-                self._note(convolution, convolution.states[..., -1:])
-        self._read += tokens
+                self._note(convolution, convolution.states[..., -1:], start)
 
     def keep(self, counts: Tensor) -> None:
         """Row b goes on as if only the first counts[b] tokens had been read; counts [B] int64."""
-        self._read = 0
         for convolution in self._convolutions:
             states = convolution.states
             inputs = torch.arange(convolution.width, device=states.device)

@@ -349,7 +349,10 @@ class ReplaySession:
         for state in self._layers:
             state.tokens += tokens
             for update, cache in zip(state.updates, state.caches, strict=True):
-                update.replayed(cache, tokens)
+                if self.reader is StateUpdate.step:
+                    update.replayed(cache, tokens)
+                else:  # windows move nothing
+                    cache.uncommitted = tokens
 
     def check_finite(self) -> None:
         """Raise NonFiniteStateError if kernels wrote Inf or NaN into a state, since the hand-over.

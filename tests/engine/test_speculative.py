@@ -19,7 +19,7 @@ from replayssm.models import Adapter, UnsupportedModelError
 from replayssm.policy import parse_policy
 
 POLICIES = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "fp16+nvfp4", "nvfp4@5")
-# Of a logit's standard deviation: sums in another order; and one in which a state lay so near to the
+# Of a logit's standard deviation: sums in another order; and, after them, a state so near to the
 # middle of two codes that it got the other one. (A flush at a wrong place: up to 0.4.)
 NEAR_TIE, NEAR_CODE = 1e-4, 1e-2
 
