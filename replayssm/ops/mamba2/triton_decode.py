@@ -92,22 +92,44 @@ def decode_and_flush_kernel(
     TILES: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
     """Grid of any size: programs share the TILES of the rows that are due, whose cursors `due` has
     and `decode_kernel` has moved."""
     work = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * TILES
-    while work < end:
-        part = work % TILES
-        ticket = load_ticket(due, work // TILES)
-        token = load_token(
-            tokens, A, ticket.row, part, H, P, G, N, None, HEADS, BP, WIDTH
-        )  # fmt: skip
-        one_token(
-            out, tokens, token, ring, cursors, state, layer, ticket.row, ticket.slot, L - 1, ticket,
-            part, TILES, H, P, G, N, L, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
-        )  # fmt: skip
-        work += tl.num_programs(0)
+    if LOOPS:
+        while work < end:
+            flush_token(
+                out, tokens, A, ring, cursors, state, layer, load_ticket(due, work // TILES),
+                work % TILES, H, P, G, N, L, TILES, READ, RING, D_PER_CHANNEL, PRECISION,
+                HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+            work += tl.num_programs(0)
+    else:
+        ticket = load_ticket(due, work // TILES)  # in memory, filled or not
+        if work < end:
+            flush_token(
+                out, tokens, A, ring, cursors, state, layer, ticket, work % TILES,
+                H, P, G, N, L, TILES, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+
+
+@triton.jit
+def flush_token(
+    out, tokens, A, ring, cursors, state, layer, ticket, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    TILES: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tile `part` of a row whose ring its token fills."""
+    row = ticket.row
+    token = load_token(tokens, A, row, part, H, P, G, N, None, HEADS, BP, WIDTH)
+    one_token(
+        out, tokens, token, ring, cursors, state, layer, row, ticket.slot, L - 1, ticket, part,
+        TILES, H, P, G, N, L, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -342,6 +364,7 @@ def _decode_and_flush(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, state),
+        LOOPS=launch.loop > 1,
         **launch.options(),
     )
 

@@ -51,20 +51,21 @@ def random_bit_count(rounding: Rounding) -> int:
 
 
 @triton.constexpr_function
-def is_stochastic_half(fmt: NumberFormat, rounding: Rounding) -> bool:
+def is_stochastic_half(fmt: NumberFormat, rounding: Rounding, saturate: bool) -> bool:
     """Whether `stochastic_half` may be used: compiled code that rounds to FP16 with 16 bits."""
     chosen = fmt == FP16 and rounding.mode == "stochastic" and rounding.bits == 16
-    return chosen and not triton.knobs.runtime.interpret
+    return chosen and saturate and not triton.knobs.runtime.interpret
 
 
 @triton.jit
 def stochastic_half(x, random):
-    """FP16 codes that `round_to_format` gives for finite FP32 x, |x| <= 65504, and 16 random bits
-    (uint32), in a third of its instructions.
+    """FP16 codes that `round_to_format` gives for FP32 x, saturated, and 16 random bits (uint32),
+    in a third of its instructions.
 
     The result is the sum |x| + r 2^-16 ulp cut to the grid. Both FP32's sum and the conversion cut
-    off what they cannot hold, on nested grids, so nothing is rounded twice; ulp is 2^-10 of the
-    binade, from 2^-14 up. Two elements at a time: their conversion is one instruction.
+    off what they cannot hold, on nested grids, so nothing is rounded twice; the conversion stops at
+    65504. ulp is 2^-10 of the binade, from 2^-14 up; r 2^-26 is a difference of two numbers that
+    have r in their last bits. Two elements at a time: their conversion is one instruction.
     """
     return tl.inline_asm_elementwise(
         """
@@ -91,6 +92,27 @@ def stochastic_half(x, random):
         is_pure=True,
         pack=2,
     )
+
+
+@triton.jit
+def stochastic_half_overflows(x, random):
+    """Which finite x pass 65504 there: int1."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    binade = tl.maximum(magnitude & 0x7F800000, 0x38800000).to(tl.float32, bitcast=True)
+    added = random.to(tl.float32) * 2.0**-26 * binade
+    # Near 2^16 the difference is exact, and a rounded sum has the sign of the exact one.
+    passes = (magnitude.to(tl.float32, bitcast=True) - 65536.0) + added >= 0.0
+    return passes & (magnitude < 0x7F800000)
+
+
+@triton.jit
+def saturate_magnitude(x, FORMAT: tl.constexpr, LIMIT: tl.constexpr):
+    """x with magnitudes up to FORMAT's max_value, and where their patterns exceeded LIMIT. For a
+    format without Inf and NaN, whose magnitudes count as too large here."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    saturated = tl.minimum(magnitude, float_bits(fact(FORMAT, "max_value"))) | (bits & -0x80000000)
+    return saturated.to(tl.float32, bitcast=True), magnitude > LIMIT
 
 
 @triton.jit

@@ -42,7 +42,9 @@ from replayssm.ops.quantize.rounding import (
     largest_that_fits,
     random_bit_count,
     round_to_format,
+    saturate_magnitude,
     stochastic_half,
+    stochastic_half_overflows,
 )
 from replayssm.ops.quantize.scaling import (
     block_scale,
@@ -462,12 +464,6 @@ def store_tile(
     may_overflow = peak > 0
     if SCALES == "none":
         may_overflow = peak > LIMIT
-    random = None
-    if random_bit_count(ROUNDING) > 0:
-        random = random_bits(
-            key, row, ROWS, COLS, WIDTH, random_bit_count(ROUNDING), fact(ROUNDING, "philox_rounds")
-        )
-
     if SCALES == "row":
         scale = row_scale(tl.max(magnitude, 1), ELEMENT)
         tl.store(stored.scale + slot * stored.scale_slot + row, scale, mask=in_rows)
@@ -508,21 +504,28 @@ def store_tile(
 
     data = stored.data + slot * stored.data_slot
     SATURATE: tl.constexpr = fact(STORAGE, "saturate")
-    STOCHASTIC_HALF: tl.constexpr = is_stochastic_half(ELEMENT, ROUNDING)
-    if STOCHASTIC_HALF:
-        codes = stochastic_half(x, random)
-    if may_overflow:
-        rounded, overflows = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
-        over = tl.sum(overflows.to(tl.int32))
-        if NEAREST_E2M1:
-            x = rounded
-        if STOCHASTIC_HALF:
-            codes = encode_elements(rounded, ELEMENT)
     if NEAREST_E2M1:
+        if may_overflow:
+            x, overflows = saturate_magnitude(x, ELEMENT, LIMIT)
+            over = tl.sum(overflows.to(tl.int32))
         packed = round_to_e2m1_pairs(x)
-    elif not STOCHASTIC_HALF:
-        x, _ = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
-        codes = encode_elements(x, ELEMENT)
+    else:
+        STOCHASTIC_HALF: tl.constexpr = is_stochastic_half(ELEMENT, ROUNDING, SATURATE)
+        random = None
+        if random_bit_count(ROUNDING) > 0:
+            BITS: tl.constexpr = random_bit_count(ROUNDING)
+            ROUNDS: tl.constexpr = fact(ROUNDING, "philox_rounds")
+            random = random_bits(key, row, ROWS, COLS, WIDTH, BITS, ROUNDS)
+        if STOCHASTIC_HALF:
+            if may_overflow:
+                over = tl.sum(stochastic_half_overflows(x, random).to(tl.int32))
+            codes = stochastic_half(x, random)
+        else:
+            if may_overflow:
+                _, overflows = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
+                over = tl.sum(overflows.to(tl.int32))
+            x, _ = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
+            codes = encode_elements(x, ELEMENT)
     if is_packed(STORAGE):
         if not NEAREST_E2M1:
             packed = pack_pairs(codes)
