@@ -126,10 +126,10 @@ def _due_kernel(
     tl.store(ticket + 4, sequence, mask=is_due)
     tl.store(ticket + 5, seed, mask=is_due)
     tl.store(due, tl.sum(is_due.to(tl.int64), 0))
-    if COMMITS:
-        tl.store(cursors.pos + slot, tl.where(is_due & MOVES, 0, pos), mask=real)
-    elif MOVES:
-        tl.store(cursors.pos + slot, tl.zeros_like(pos), mask=is_due)
+    if MOVES:
+        pos = tl.where(is_due, 0, pos)
+    if COMMITS or MOVES:
+        tl.store(cursors.pos + slot, pos, mask=real)
     if MOVES:
         tl.store(cursors.flushes + slot, flushes + 1, mask=is_due)
 

@@ -115,8 +115,9 @@ def decode_kernel(
     from_keys = _keys_times(old_keys, newest, k_at, q_at, ring.k, K, BL, KEYS)
     if WORDS:
         k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
+        q_parts = load_eighths(q_at, K, BK // 8)
         with_k = times_vector(state, k_parts, K, BK, READ)
-        with_q = times_vector(state, load_eighths(q_at, K, BK // 8), K, BK, READ)
+        with_q = times_vector(state, q_parts, K, BK, READ)
         both = tl.join(with_k, with_q)  # [BV, 2]
     else:
         both = _parts_times(state, k_at, q_at, ring.k, K, BV, COLUMNS, READ)

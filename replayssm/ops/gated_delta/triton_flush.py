@@ -1,8 +1,8 @@
 """Fold committed records into the state, round once, write checkpoint and read copy in one pass.
 
-Owns the flush kernel, the list of rows it works through, and their launcher. Most rows do not flush
-at most steps, and a program this large has a multiprocessor almost to itself: so programs take
-tiles from a list of the rows that are due, made on the device, instead of looking at one row each.
+Owns the flush kernel and its launchers. Most rows do not flush at most steps, and a program this
+large leaves a multiprocessor room for few others: so programs share the tiles of a list of the rows
+that are due, made on the device, instead of looking at one row each.
 
 Legend: triton_tiles.py.
 """
@@ -32,39 +32,20 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import (
     decay,
     fold_records,
+    inverse,
     load_columns,
     load_rows,
-    substitute,
+    write_copy,
     write_state,
 )
 from replayssm.ops.quantize.layout import stored
+from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, arrive, exact_dot, precision_of
-from replayssm.policy import PrecisionPolicy
+from replayssm.ops.triton_common import Cursors, exact_dot, list_due, load_ticket, precision_of
+from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy
 
-
-@triton.jit
-def due_kernel(
-    due, cursors, rows, batch, L: tl.constexpr, BLOCK: tl.constexpr, COMMIT: tl.constexpr = False
-):
-    """Lists the rows that flush: due[0] is their number, due[1], due[2], ... their indices.
-
-    COMMIT: one more record of every row counts from here on.
-    """
-    row = tl.arange(0, BLOCK)
-    slot = tl.load(cursors.slots + row, mask=row < batch, other=-1).to(tl.int64)
-    if rows is None:
-        count = tl.load(cursors.pos + slot, mask=slot >= 0, other=-1)
-        if COMMIT:
-            count += 1
-            tl.store(cursors.pos + slot, count, mask=slot >= 0)
-        flushes = count >= L
-    else:
-        flushes = tl.load(rows + row, mask=slot >= 0, other=0) != 0
-    place = tl.cumsum(flushes.to(tl.int32), 0)
-    tl.store(due + place, row, mask=flushes)
-    tl.store(due, tl.sum(flushes.to(tl.int32), 0))
+_CHECKPOINT, _READ_COPY = tl.constexpr(CHECKPOINT_STREAM), tl.constexpr(READ_COPY_STREAM)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -73,8 +54,8 @@ def flush_kernel(
     read_copy,  # Stored, or None
     layer,
     ring,  # Ring; with v and beta, u is recomputed
-    cursors,  # Cursors
-    due,  # [1 + B], see `due_kernel`
+    cursors,  # Cursors, of which only counters are used
+    due,  # from `list_due`
     solved,  # [programs, BL, V] FP32, room for the u that a program recomputes; or None
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -86,6 +67,7 @@ def flush_kernel(
     WHOLE: tl.constexpr,  # a copy has a scale per head
     STATE_KEYS: tl.constexpr,  # precision of state times k
     KEYS: tl.constexpr,  # of k times k
+    SOLVE: tl.constexpr,  # of FP32 tiles
     FULL: tl.constexpr,  # of u times k
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -101,22 +83,24 @@ def flush_kernel(
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
+    # An FP32 checkpoint holds what its copy is rounded from.
+    EXACT: tl.constexpr = WHOLE and fact(fact(CHECKPOINT, "format"), "name") == "fp32"
     work = tl.program_id(0)
-    end = tl.load(due) * (HV * SHARES)
+    end = tl.load(due).to(tl.int32) * (HV * SHARES)
     if solved is not None:
         solved += work * (BL * V)
     while work < end:
-        row = tl.load(due + 1 + work // (HV * SHARES))
+        ticket = load_ticket(due, work // (HV * SHARES))
         head = work // SHARES % HV
-        slot = tl.load(cursors.slots + row).to(tl.int64)
-        count = tl.load(cursors.pos + slot).to(tl.int32)
+        slot, count = ticket.slot, ticket.pos
         first = 0 if WHOLE else work % TILES
         tiles = TILES if WHOLE else 1
         if solved is not None:
+            upwards = _inverse(ring, slot, head, count, HK, HV, K, L, KEYS, PIECES, PIECE, BL)
             for tile in range(first, first + tiles):
                 _solve_tile(
-                    checkpoint, ring, solved, slot, head, tile, count,
-                    HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, KEYS, PIECES, PIECE, BV, BL,
+                    checkpoint, ring, solved, upwards, slot, head, tile, count,
+                    HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, SOLVE, PIECES, PIECE, BV, BL,
                 )  # fmt: skip
             tl.debug_barrier()
         amax = None
@@ -128,35 +112,72 @@ def flush_kernel(
                     HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
                 )  # fmt: skip
                 amax = tl.maximum(amax, tl.max(magnitude_bits(s)))
+                if EXACT:
+                    value = tile * BV + tl.arange(0, BV)
+                    in_rows = None if V % BV == 0 else value < V
+                    write_copy(
+                        s, checkpoint, _CHECKPOINT, cursors, layer, ticket, head * V + value,
+                        in_rows, V, K, BV, BK, CHECKPOINT,
+                    )  # fmt: skip
         for after in range(tiles):
             # The first tile last: it writes the scale, which the others read to the end.
             tile = first + tiles - 1 - after
-            tl.debug_barrier()
-            s = _fold_tile(
-                checkpoint, ring, solved, slot, head, tile, count,
-                HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
-            )  # fmt: skip
-            tl.debug_barrier()
             value = tile * BV + tl.arange(0, BV)
             in_rows = None if V % BV == 0 else value < V
-            write_state(
-                s, checkpoint, read_copy, cursors, layer, slot, head * V + value, in_rows,
-                V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
-            )  # fmt: skip
-        if arrive(cursors, slot, HV * SHARES):
-            tl.store(cursors.pos + slot, 0)
-            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
+            row = head * V + value
+            tl.debug_barrier()
+            if EXACT:
+                s = load_tile(checkpoint, slot, row, in_rows, V, K, BK, CHECKPOINT)
+                write_copy(
+                    s, read_copy, _READ_COPY, cursors, layer, ticket, row, in_rows,
+                    V, K, BV, BK, READ_COPY, amax,
+                )  # fmt: skip
+            else:
+                s = _fold_tile(
+                    checkpoint, ring, solved, slot, head, tile, count,
+                    HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
+                )  # fmt: skip
+                tl.debug_barrier()
+                write_state(
+                    s, checkpoint, read_copy, cursors, layer, ticket, row, in_rows,
+                    V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+                )  # fmt: skip
+        if solved is not None:
+            tl.debug_barrier()  # the next head's u takes the place of this one's
         work += tl.num_programs(0)
 
 
 @triton.jit
+def _inverse(
+    ring, slot, head, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """What turns the right-hand sides of a head's records, [BV, BL], into their u: [BL, BL]."""
+    record = tl.arange(0, BL)
+    past = record < count
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+    first = (slot * HV + head) * L  # this head's oldest record
+    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+    beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
+    k_k = tl.zeros([BL, BL], tl.float32)
+    for piece in range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
+        k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
+        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
+    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
+    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
+    return inverse(system * beta, L, BL)
+
+
+@triton.jit
 def _solve_tile(
-    checkpoint, ring, solved, slot, head, tile, count,
+    checkpoint, ring, solved, upwards, slot, head, tile, count,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, KEYS: tl.constexpr,
+    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, SOLVE: tl.constexpr,
     PIECES: tl.constexpr, PIECE: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """u of a tile's records against the checkpoint, into `solved`.
+    """u of a tile's records against the checkpoint, into `solved`; `upwards` from `_inverse`.
 
     Through memory, although the fold is next: values that go from product to product in registers
     keep one layout, which gives every warp 16 rows, and holding the state through it all spills.
@@ -168,7 +189,7 @@ def _solve_tile(
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
     # In pieces, as in a window.
     state_row = head * V + value
-    state_k, k_k = tl.zeros([BV, BL], tl.float32), tl.zeros([BL, BL], tl.float32)
+    state_k = tl.zeros([BV, BL], tl.float32)
     for piece in range(PIECES):
         column = piece * PIECE + tl.arange(0, PIECE)
         k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
@@ -176,15 +197,13 @@ def _solve_tile(
             checkpoint, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, CHECKPOINT
         )
         state_k = exact_dot(s, tl.trans(k), state_k, STATE_KEYS)
-        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
     state_k *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
     log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
     v = load_columns(ring.v + first * V, record, V, past, value, in_v)  # [BV, BL]
     beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
     predicted = decay(log_decay, 0.0)[None, :] * state_k
-    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
-    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
-    u = substitute(beta * (v - predicted), system * beta, L, BL)
+    right = beta * (v - predicted)
+    u = exact_dot(right, upwards, tl.zeros([BV, BL], tl.float32), SOLVE)
     at = solved + record[None, :] * V + value[:, None]
     tl.store(at, u, mask=in_v[:, None] & past[None, :])
 
@@ -243,8 +262,9 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    due = _due(cursors, rows, sizes(ring_argument(ring), policy)["L"], commit=False)
-    _flush_due(due, checkpoint, read_copy, ring, policy, cursors, layer, launch)
+    if rows is not None and rows.dtype == torch.bool:
+        rows = rows.view(torch.uint8)
+    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, rows=rows)
 
 
 def commit_and_flush(
@@ -258,22 +278,10 @@ def commit_and_flush(
     launch: Launch | None = None,
 ) -> None:
     """Commit one record of every row, and `flush` the rows whose ring it filled."""
-    due = _due(cursors, None, sizes(ring_argument(ring), policy)["L"], commit=True)
-    _flush_due(due, checkpoint, read_copy, ring, policy, cursors, layer, launch)
+    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, commits=True)
 
 
-def _due(cursors: Cursors, rows: Tensor | None, ring_len: int, *, commit: bool) -> Tensor:
-    if rows is not None and rows.dtype == torch.bool:
-        rows = rows.view(torch.uint8)
-    batch = len(cursors.slots)
-    due = torch.empty(batch + 1, dtype=torch.int32, device=cursors.slots.device)
-    block = triton.next_power_of_2(batch)
-    due_kernel[(1,)](due, cursors, rows, batch, L=ring_len, BLOCK=block, COMMIT=commit)
-    return due
-
-
-def _flush_due(
-    due: Tensor,
+def _flush(
     checkpoint: Quantized,
     read_copy: Quantized | None,
     ring: Mapping[str, Tensor],
@@ -281,13 +289,16 @@ def _flush_due(
     cursors: Cursors,
     layer: int,
     launch: Launch | None,
+    *,
+    rows: Tensor | None = None,
+    commits: bool = False,
 ) -> None:
-    """`flush` the rows that `due_kernel` listed."""
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
     batch = len(cursors.slots)
     launch = launch or default_launch("flush", policy, constants, batch)
+    due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
     whole = scales_heads(policy)
     work = batch * constants["HV"] * (1 if whole else launch.tiles(constants))
     programs = min(work, resident_programs(due.device, launch.num_warps))
@@ -309,6 +320,7 @@ def _flush_due(
         WHOLE=whole,
         STATE_KEYS=precision_of(unscaled_dtype(policy.checkpoint), ring.k.dtype),
         KEYS=precision_of(ring.k.dtype, ring.k.dtype),
+        SOLVE=precision_of(torch.float32, torch.float32),
         FULL=precision_of(ring.u.dtype, ring.k.dtype),
         **launch.options(*storages.values()),
         BV=launch.block_v,

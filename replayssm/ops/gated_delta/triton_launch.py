@@ -91,12 +91,23 @@ class Launch:
         }
 
 
-# Value rows of a tile and warps, by kernel and bits of an element of what is read.
+# Value rows of a tile, warps, stages and registers a thread, by kernel and bits of an element of
+# what is read.
 _TABLE = {
-    "decode": {32: (32, 2), 16: (64, 2), 8: (64, 2), 4: (128, 2)},
-    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
-    "flush": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (32, 4)},
-    "window": {32: (128, 4), 16: (128, 4), 8: (128, 4), 4: (128, 4)},
+    "decode": {
+        32: (32, 1, 2, None),
+        16: (32, 1, 2, 128),
+        8: (64, 2, 2, None),
+        4: (128, 2, 2, None),
+    },
+    "step": {32: (64, 8, 2, None), 16: (64, 8, 2, None), 8: (64, 8, 2, None), 4: (64, 8, 2, None)},
+    "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1, None), 8: (64, 4, 1, None), 4: (64, 4, 1, None)},
+    "window": {
+        32: (128, 4, 3, None),
+        16: (128, 4, 3, None),
+        8: (128, 4, 1, None),
+        4: (128, 4, 1, None),
+    },
 }
 _FEWEST_PROGRAMS = 256
 
@@ -117,16 +128,21 @@ def default_launch(
     whole = power_of_two(constants["V"])
     if whole_heads and scales_heads(policy):
         return Launch(block_v=whole, num_warps=min(8, whole // 16))
-    block_v, num_warps = _TABLE[kernel][bits]
+    block_v, num_warps, num_stages, maxnreg = _TABLE[kernel][bits]
     block_v = min(block_v, whole)
-    # Few rows: smaller tiles, so that every multiprocessor has one.
-    shared = kernel == "flush" and scales_heads(policy)
-    programs = rows * constants["HV"] * (whole // block_v)
-    while block_v > 16 and programs < _FEWEST_PROGRAMS and not shared:
-        programs, block_v = programs * 2, block_v // 2
+    programs = rows * constants["HV"]
+    if kernel == "flush" and scales_heads(policy):
+        # A program takes the tiles of a head in turn: all at once where few have anything to do.
+        if programs < _FEWEST_PROGRAMS:
+            block_v, num_warps = whole, 8
+    else:
+        # Few rows: smaller tiles, so that every multiprocessor has one.
+        programs *= whole // block_v
+        while block_v > 16 and programs < _FEWEST_PROGRAMS:
+            programs, block_v = programs * 2, block_v // 2
     if kernel == "window":
         num_warps = min(num_warps, block_v // 16)
-    return Launch(block_v=block_v, num_warps=num_warps)
+    return Launch(block_v=block_v, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
 
 
 def scales_heads(policy: PrecisionPolicy) -> bool:
@@ -185,10 +201,11 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
 
 @functools.cache
 def resident_programs(device: torch.device, num_warps: int = 4) -> int:
-    """Programs of a flush that run at a time: 16 warps a multiprocessor are enough for any tile."""
+    """Programs of a flush: several times what runs at a time, so that no multiprocessor idles long
+    while others finish."""
     if device.type != "cuda":
         return 2
-    return max(1, 16 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, 48 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes(

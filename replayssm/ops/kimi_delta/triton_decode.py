@@ -33,7 +33,7 @@ from replayssm.ops.kimi_delta.triton_flush import flush
 from replayssm.ops.kimi_delta.triton_tiles import fold_records, sums_after
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, arrive, precision_of
+from replayssm.ops.triton_common import Cursors, Ticket, arrive, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
@@ -125,8 +125,16 @@ def decode_kernel(
             k_all = tl.where(newest, k[None, :], k_past)
             after = tl.where(past[:, None], after, 0.0)
             s = fold_records(s, tl.trans(u_all), k_all, after, total, FULL)
+            ticket = Ticket(
+                row,
+                slot,
+                count,
+                tl.load(cursors.flushes + slot),
+                tl.load(cursors.sequence + slot),
+                tl.load(cursors.seed + slot),
+            )
             write_state(
-                s, read, None, cursors, layer, slot, state_row, in_rows,
+                s, read, None, cursors, layer, ticket, state_row, in_rows,
                 V, K, BV, BK, READ, None,
             )  # fmt: skip
     if COMMIT:

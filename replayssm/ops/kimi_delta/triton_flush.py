@@ -1,7 +1,7 @@
 """Fold committed records into the state, round once, write checkpoint and read copy in one pass.
 
 Owns the flush kernel and its launcher. Programs share the tiles of the rows that are due, as in
-`../gated_delta/triton_flush.py`, which makes the list.
+`../gated_delta/triton_flush.py`.
 
 Legend: triton_tiles.py.
 """
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_flush import due_kernel
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
@@ -41,7 +40,7 @@ from replayssm.ops.kimi_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile
-from replayssm.ops.triton_common import Cursors, arrive, exact_dot, precision_of
+from replayssm.ops.triton_common import Cursors, exact_dot, list_due, load_ticket, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
@@ -51,8 +50,8 @@ def flush_kernel(
     read_copy,  # Stored, or None
     layer,
     ring,  # Ring; with v and beta, u is recomputed
-    cursors,  # Cursors
-    due,  # [1 + B], see `due_kernel`
+    cursors,  # Cursors, of which only counters are used
+    due,  # from `list_due`
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -70,12 +69,11 @@ def flush_kernel(
     """Grid of any size: programs share the tiles of V, of all heads, of the rows that are due."""
     TILES: tl.constexpr = (V + BV - 1) // BV
     work = tl.program_id(0)
-    end = tl.load(due) * (HV * TILES)
+    end = tl.load(due).to(tl.int32) * (HV * TILES)
     while work < end:
-        row = tl.load(due + 1 + work // (HV * TILES))
+        ticket = load_ticket(due, work // (HV * TILES))
         head, tile = work // TILES % HV, work % TILES
-        slot = tl.load(cursors.slots + row).to(tl.int64)
-        count = tl.load(cursors.pos + slot).to(tl.int32)
+        slot, count = ticket.slot, ticket.pos
         value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
         in_v, in_k, past = value < V, column < K, record < count
         in_rows = None if V % BV == 0 else in_v
@@ -106,12 +104,9 @@ def flush_kernel(
         s = fold_records(s, u, k, sums_after(g, SUMS), tl.sum(g, 0), FULL)
 
         write_state(
-            s, checkpoint, read_copy, cursors, layer, slot, state_row, in_rows,
+            s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
             V, K, BV, BK, CHECKPOINT, READ_COPY,
         )  # fmt: skip
-        if arrive(cursors, slot, HV * TILES):
-            tl.store(cursors.pos + slot, 0)
-            tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
         work += tl.num_programs(0)
 
 
@@ -154,9 +149,7 @@ def flush(
     if rows is not None and rows.dtype == torch.bool:
         rows = rows.view(torch.uint8)
     batch = len(cursors.slots)
-    due = torch.empty(batch + 1, dtype=torch.int32, device=cursors.slots.device)
-    block = triton.next_power_of_2(batch)
-    due_kernel[(1,)](due, cursors, rows, batch, L=constants["L"], BLOCK=block)
+    due = list_due(cursors, constants["L"], rows, moves=True)
     work = batch * constants["HV"] * launch.tiles(constants)
     flush_kernel[(min(work, resident_programs(due.device)),)](
         stored(checkpoint),
