@@ -1,0 +1,115 @@
+"""Speculation on a GPU: kernels, attention by kernel, windows replayed from CUDA graphs."""
+
+import pytest
+import torch
+from test_speculative import ScriptedDrafter, check_greedy
+from tiny_models import random_tokens
+
+from replayssm.engine.decode import generate
+from replayssm.engine.drafters import ModelDrafter, NGramDrafter
+from replayssm.engine.sampling import Sampler
+from replayssm.engine.speculative import SpeculativeDecoder, speculate
+from replayssm.models import Adapter, load
+from replayssm.policy import parse_policy
+
+pytestmark = pytest.mark.gpu
+
+
+def run(decoder, prompts, tokens):
+    decoder.start(prompts, max_new_tokens=tokens)
+    while decoder.running:
+        decoder.round()
+    decoder.finish()
+    return [row.tokens for row in decoder.rows]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
+@pytest.mark.parametrize("policy", ["fp32@6", "fp16-sr+nvfp4"])
+def test_replayed_windows_are_those_launched_one_by_one(name, policy, tiny_model):
+    """The same kernels in the same order: the same bits, with rows at places of their own."""
+    adapter, policy = Adapter(tiny_model(name).cuda()), parse_policy(policy)
+    prompts = random_tokens(3, 7).tolist()
+    made = generate(adapter, torch.tensor(prompts), policy, max_new_tokens=80)
+    want = [list(row.tokens) for row in made]
+    texts = {}
+    for graphs in ("off", "on"):
+        drafter = ScriptedDrafter(want, right=(4, 0, 2, 4, 1))
+        decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=4, graphs=graphs)
+        texts[graphs] = run(decoder, prompts, 80)
+        captured = [k for k in decoder._state._graphs._kept.values() if k.graph is not None]
+        assert bool(captured) == (graphs == "on")
+    assert texts["on"] == texts["off"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafter_replays_graphs_too(temperature, tiny_model):
+    adapter, smaller = (Adapter(tiny_model(name).cuda()) for name in ("qwen3_5", "mamba2"))
+    policy, prompts = parse_policy("fp16-sr+nvfp4"), random_tokens(2, 7).tolist()
+    texts = []
+    for graphs in ("off", "on"):
+        decoder = SpeculativeDecoder(
+            adapter,
+            policy,
+            ModelDrafter(smaller, graphs=graphs),
+            drafts=3,
+            sampler=Sampler(temperature=temperature, seed=4),
+            graphs=graphs,
+        )
+        texts.append(run(decoder, prompts, 60))
+    assert texts[0] == texts[1]
+
+
+def test_rows_are_preempted_and_resumed(tiny_model):
+    adapter, policy = Adapter(tiny_model("qwen3_5").cuda()), parse_policy("fp16-sr+nvfp4@6")
+    prompts = [[5, 6, 7, 8] * 3, [9, 4, 9, 4, 9, 4], [31, 32, 33]]
+
+    def started():
+        made = SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=3, seed=2)
+        made.start(prompts, max_new_tokens=40)
+        return made
+
+    whole = started()
+    while whole.running:
+        whole.round()
+    first, other = started(), started()
+    for _ in range(5):
+        first.round()
+    taken = first.preempt(1)
+    other.preempt(0)
+    other.resume(0, taken)
+    while other.running:
+        other.round()
+    assert other.rows[0].tokens == whole.rows[1].tokens
+
+
+def test_rejected_records_leave_no_trace_on_a_gpu(tiny_model):
+    from test_speculative import _poison
+
+    adapter, policy = Adapter(tiny_model("mamba2").cuda()), parse_policy("fp16+nvfp4@6")
+    prompts = random_tokens(2, 7, seed=1).tolist()
+    made = generate(adapter, torch.tensor(prompts), policy, max_new_tokens=40)
+    want = [list(row.tokens) for row in made]
+    texts = []
+    for poison in (False, True):
+        drafter = ScriptedDrafter(want, right=(2, 0, 4, 1))
+        decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=4)
+        decoder.start(prompts, max_new_tokens=40)
+        while decoder.running:
+            decoder.round()
+            if poison:
+                _poison(decoder._state)
+        texts.append([row.tokens for row in decoder.rows])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["builtin/gdn", "builtin/mamba2"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16+nvfp4"])
+def test_builtin_models_speculate_as_they_decode(name, policy):
+    model, policy = load(name, device="cuda"), parse_policy(policy)
+    prompts = [model.tokenizer("one two three four five six seven")["input_ids"]] * 2
+    made = generate(model.adapter, torch.tensor(prompts), policy, max_new_tokens=200)
+    want = [list(row.tokens) for row in made]
+    drafter = ScriptedDrafter(want, right=(8, 3, 0, 8))
+    got = speculate(model.adapter, prompts, policy, drafter, drafts=8, max_new_tokens=200)
+    same = [list(row.generation.tokens) for row in got] == want
+    assert same or check_greedy(model.adapter, prompts, policy, got)
