@@ -1,18 +1,21 @@
-"""Speculation on kernels, and over long texts of the built-in models.
+"""Speculation on kernels, by replayed passes, and over long texts of the built-in models.
 
 The first runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`); the
-second takes minutes a case (`pytest -m slow`), on a GPU if there is one.
+last takes minutes a case (`pytest -m slow`), on a GPU if there is one.
 """
 
+import copy
 import functools
 import warnings
 
 import pytest
 import torch
+from test_graphs import Recorded, recorded  # noqa: F401
 from test_speculative import ScriptedDrafter, check_greedy, tokens_of
-from tiny_models import random_tokens
+from tiny_models import random_tokens, tiny_model
 
 from replayssm.engine.decode import generate
+from replayssm.engine.drafters import ModelDrafter
 from replayssm.engine.speculative import SpeculativeDecoder, speculate
 from replayssm.models import Adapter, load
 from replayssm.policy import parse_policy
@@ -29,9 +32,10 @@ POLICIES = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "fp32+nvfp4", "fp16+
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
 @on_device
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_speculation_on_kernels(name, tiny_model):
+def test_speculation_on_kernels(name):
     """Rejections, rows that differ, a flush: the tokens of token-by-token decoding in torch."""
-    adapter, policy = Adapter(tiny_model(name).to(DEVICE)), parse_policy("fp16+nvfp4@4")
+    model = copy.deepcopy(tiny_model(name)).to(DEVICE)
+    adapter, policy = Adapter(model), parse_policy("fp16+nvfp4@4")
     prompts, tokens = random_tokens(2, 5).tolist(), 9
     want = generate(
         adapter,
@@ -50,6 +54,30 @@ def test_speculation_on_kernels(name, tiny_model):
     assert decoder.backends == (TRITON,)
     got = [row.tokens for row in decoder.rows]
     assert got == want  # of this text; elsewhere, a code may fall on the other side
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has real graphs")
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_passes_are_replayed_whatever_the_rows_keep(name, recorded):  # noqa: F811
+    """A pass is captured for each width, and each place of a drafter's; rings decide nothing."""
+    adapter, smaller = Adapter(tiny_model(name)), Adapter(tiny_model("mamba2"))
+    prompts = random_tokens(2, 7).tolist()
+
+    def run(mode):
+        drafter = ModelDrafter(smaller, policy=parse_policy("fp32@7"), graphs=mode)
+        decoder = SpeculativeDecoder(
+            adapter, parse_policy("fp16-sr+nvfp4@5"), drafter, drafts=3, graphs=mode
+        )
+        decoder.start(prompts, max_new_tokens=50)
+        while decoder.running:
+            decoder.round()
+        return [row.tokens for row in decoder.rows]
+
+    want = run("off")
+    assert Recorded.captures == 0
+    assert run("auto") == want
+    # Windows of 2 to 4 tokens (1, too, where a ring has room for one); a drafter's four tokens.
+    assert 6 <= Recorded.captures <= 8 + 4 and Recorded.replays > 40
 
 
 @functools.cache
