@@ -32,20 +32,16 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import (
     decay,
     fold_records,
-    inverse,
     load_columns,
     load_rows,
-    write_copy,
+    substitute,
     write_state,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, list_due, load_ticket, precision_of
-from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy
-
-_CHECKPOINT, _READ_COPY = tl.constexpr(CHECKPOINT_STREAM), tl.constexpr(READ_COPY_STREAM)
+from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -67,7 +63,6 @@ def flush_kernel(
     WHOLE: tl.constexpr,  # a copy has a scale per head
     STATE_KEYS: tl.constexpr,  # precision of state times k
     KEYS: tl.constexpr,  # of k times k
-    SOLVE: tl.constexpr,  # of FP32 tiles
     FULL: tl.constexpr,  # of u times k
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -83,8 +78,6 @@ def flush_kernel(
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
-    # An FP32 checkpoint holds what its copy is rounded from.
-    EXACT: tl.constexpr = WHOLE and fact(fact(CHECKPOINT, "format"), "name") == "fp32"
     work = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * (HV * SHARES)
     if solved is not None:
@@ -96,11 +89,10 @@ def flush_kernel(
         first = 0 if WHOLE else work % TILES
         tiles = TILES if WHOLE else 1
         if solved is not None:
-            upwards = _inverse(ring, slot, head, count, HK, HV, K, L, KEYS, PIECES, PIECE, BL)
             for tile in range(first, first + tiles):
                 _solve_tile(
-                    checkpoint, ring, solved, upwards, slot, head, tile, count,
-                    HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, SOLVE, PIECES, PIECE, BV, BL,
+                    checkpoint, ring, solved, slot, head, tile, count,
+                    HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, KEYS, PIECES, PIECE, BV, BL,
                 )  # fmt: skip
             tl.debug_barrier()
         amax = None
@@ -112,72 +104,34 @@ def flush_kernel(
                     HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
                 )  # fmt: skip
                 amax = tl.maximum(amax, tl.max(magnitude_bits(s)))
-                if EXACT:
-                    value = tile * BV + tl.arange(0, BV)
-                    in_rows = None if V % BV == 0 else value < V
-                    write_copy(
-                        s, checkpoint, _CHECKPOINT, cursors, layer, ticket, head * V + value,
-                        in_rows, V, K, BV, BK, CHECKPOINT,
-                    )  # fmt: skip
         for after in range(tiles):
             # The first tile last: it writes the scale, which the others read to the end.
             tile = first + tiles - 1 - after
+            tl.debug_barrier()
+            s = _fold_tile(
+                checkpoint, ring, solved, slot, head, tile, count,
+                HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
+            )  # fmt: skip
+            tl.debug_barrier()
             value = tile * BV + tl.arange(0, BV)
             in_rows = None if V % BV == 0 else value < V
-            row = head * V + value
-            tl.debug_barrier()
-            if EXACT:
-                s = load_tile(checkpoint, slot, row, in_rows, V, K, BK, CHECKPOINT)
-                write_copy(
-                    s, read_copy, _READ_COPY, cursors, layer, ticket, row, in_rows,
-                    V, K, BV, BK, READ_COPY, amax,
-                )  # fmt: skip
-            else:
-                s = _fold_tile(
-                    checkpoint, ring, solved, slot, head, tile, count,
-                    HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
-                )  # fmt: skip
-                tl.debug_barrier()
-                write_state(
-                    s, checkpoint, read_copy, cursors, layer, ticket, row, in_rows,
-                    V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
-                )  # fmt: skip
+            write_state(
+                s, checkpoint, read_copy, cursors, layer, ticket, head * V + value, in_rows,
+                V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+            )  # fmt: skip
         if solved is not None:
             tl.debug_barrier()  # the next head's u takes the place of this one's
         work += tl.num_programs(0)
 
 
 @triton.jit
-def _inverse(
-    ring, slot, head, count,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, KEYS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, BL: tl.constexpr,
-):  # fmt: skip
-    """What turns the right-hand sides of a head's records, [BV, BL], into their u: [BL, BL]."""
-    record = tl.arange(0, BL)
-    past = record < count
-    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-    first = (slot * HV + head) * L  # this head's oldest record
-    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
-    beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
-    k_k = tl.zeros([BL, BL], tl.float32)
-    for piece in range(PIECES):
-        column = piece * PIECE + tl.arange(0, PIECE)
-        k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
-        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
-    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
-    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
-    return inverse(system * beta, L, BL)
-
-
-@triton.jit
 def _solve_tile(
-    checkpoint, ring, solved, upwards, slot, head, tile, count,
+    checkpoint, ring, solved, slot, head, tile, count,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, SOLVE: tl.constexpr,
+    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, KEYS: tl.constexpr,
     PIECES: tl.constexpr, PIECE: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """u of a tile's records against the checkpoint, into `solved`; `upwards` from `_inverse`.
+    """u of a tile's records against the checkpoint, into `solved`.
 
     Through memory, although the fold is next: values that go from product to product in registers
     keep one layout, which gives every warp 16 rows, and holding the state through it all spills.
@@ -189,7 +143,7 @@ def _solve_tile(
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
     # In pieces, as in a window.
     state_row = head * V + value
-    state_k = tl.zeros([BV, BL], tl.float32)
+    state_k, k_k = tl.zeros([BV, BL], tl.float32), tl.zeros([BL, BL], tl.float32)
     for piece in range(PIECES):
         column = piece * PIECE + tl.arange(0, PIECE)
         k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
@@ -197,13 +151,15 @@ def _solve_tile(
             checkpoint, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, CHECKPOINT
         )
         state_k = exact_dot(s, tl.trans(k), state_k, STATE_KEYS)
+        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
     state_k *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
     log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
     v = load_columns(ring.v + first * V, record, V, past, value, in_v)  # [BV, BL]
     beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
     predicted = decay(log_decay, 0.0)[None, :] * state_k
-    right = beta * (v - predicted)
-    u = exact_dot(right, upwards, tl.zeros([BV, BL], tl.float32), SOLVE)
+    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
+    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
+    u = substitute(beta * (v - predicted), system * beta, L, BL)
     at = solved + record[None, :] * V + value[:, None]
     tl.store(at, u, mask=in_v[:, None] & past[None, :])
 
@@ -320,7 +276,6 @@ def _flush(
         WHOLE=whole,
         STATE_KEYS=precision_of(unscaled_dtype(policy.checkpoint), ring.k.dtype),
         KEYS=precision_of(ring.k.dtype, ring.k.dtype),
-        SOLVE=precision_of(torch.float32, torch.float32),
         FULL=precision_of(ring.u.dtype, ring.k.dtype),
         **launch.options(*storages.values()),
         BV=launch.block_v,

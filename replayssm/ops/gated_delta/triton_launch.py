@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -91,58 +91,46 @@ class Launch:
         }
 
 
-# Value rows of a tile, warps, stages and registers a thread, by kernel and bits of an element of
-# what is read.
-_TABLE = {
-    "decode": {
-        32: (32, 1, 2, None),
-        16: (32, 1, 2, 128),
-        8: (64, 2, 2, None),
-        4: (128, 2, 2, None),
-    },
-    "step": {32: (64, 8, 2, None), 16: (64, 8, 2, None), 8: (64, 8, 2, None), 4: (64, 8, 2, None)},
-    "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1, None), 8: (64, 4, 1, None), 4: (64, 4, 1, None)},
-    "window": {
-        32: (128, 4, 3, None),
-        16: (128, 4, 3, None),
-        8: (128, 4, 1, None),
-        4: (128, 4, 1, None),
-    },
+# Value rows of a tile, warps, and where they are not Triton's own, stages and registers a thread;
+# by kernel and bits of an element of what is read.
+TABLE = {
+    "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
+    "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
+    "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
 _FEWEST_PROGRAMS = 256
 
 
 def default_launch(
-    kernel: str,
+    kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
+) -> Launch:
+    """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
+    # A flush that takes all tiles of a head in turn gains nothing by more of them.
+    in_turn = kernel == "flush" and scales_heads(policy)
+    launch = from_table(TABLE[kernel], policy, constants, rows, few=not in_turn)
+    if kernel == "window":  # a chained product gives every warp 16 rows
+        launch = replace(launch, num_warps=min(launch.num_warps, launch.block_v // 16))
+    return launch
+
+
+def from_table(
+    table: Mapping[int, tuple[int, ...]],
     policy: PrecisionPolicy,
     constants: Mapping[str, int],
     rows: int,
     *,
-    whole_heads: bool = False,
+    few: bool = True,
 ) -> Launch:
-    """Launch parameters of a kernel for a policy, a geometry and a number of rows.
-
-    whole_heads: a program that writes a copy with a scale per head must hold the head.
-    """
-    bits = _bits(policy.read_storage)
+    """The entry of a kernel's table; `few`: with smaller tiles for few rows, so that every
+    multiprocessor has one."""
+    block_v, num_warps, *more = table[_bits(policy.read_storage)]
     whole = power_of_two(constants["V"])
-    if whole_heads and scales_heads(policy):
-        return Launch(block_v=whole, num_warps=min(8, whole // 16))
-    block_v, num_warps, num_stages, maxnreg = _TABLE[kernel][bits]
     block_v = min(block_v, whole)
-    programs = rows * constants["HV"]
-    if kernel == "flush" and scales_heads(policy):
-        # A program takes the tiles of a head in turn: all at once where few have anything to do.
-        if programs < _FEWEST_PROGRAMS:
-            block_v, num_warps = whole, 8
-    else:
-        # Few rows: smaller tiles, so that every multiprocessor has one.
-        programs *= whole // block_v
-        while block_v > 16 and programs < _FEWEST_PROGRAMS:
-            programs, block_v = programs * 2, block_v // 2
-    if kernel == "window":
-        num_warps = min(num_warps, block_v // 16)
-    return Launch(block_v=block_v, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+    programs = rows * constants["HV"] * (whole // block_v)
+    while few and block_v > 16 and programs < _FEWEST_PROGRAMS:
+        programs, block_v = programs * 2, block_v // 2
+    options = dict(zip(("num_stages", "maxnreg"), more, strict=False))
+    return Launch(block_v=block_v, num_warps=num_warps, **options)
 
 
 def scales_heads(policy: PrecisionPolicy) -> bool:
@@ -201,11 +189,10 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
 
 @functools.cache
 def resident_programs(device: torch.device, num_warps: int = 4) -> int:
-    """Programs of a flush: several times what runs at a time, so that no multiprocessor idles long
-    while others finish."""
+    """Programs of a flush that run at a time: 16 warps a multiprocessor are enough for any tile."""
     if device.type != "cuda":
         return 2
-    return max(1, 48 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, 16 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes(

@@ -18,11 +18,11 @@ from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.ops.quantize.rounding import round_to_format
 from replayssm.ops.quantize.tiles import store_tile
 from replayssm.ops.triton_common import exact_dot
-from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
+from replayssm.policy import READ_COPY_STREAM
 
 _BF16, _FP16 = tl.constexpr(BF16), tl.constexpr(FP16)
 _NEAREST_EVEN = tl.constexpr(NEAREST_EVEN)
-_CHECKPOINT, _READ_COPY = tl.constexpr(CHECKPOINT_STREAM), tl.constexpr(READ_COPY_STREAM)
+_READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
 
 
 @triton.jit
@@ -91,18 +91,6 @@ def substitute(right, system, TOKENS: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def inverse(system, TOKENS: tl.constexpr, BT: tl.constexpr):
-    """(I + Aᵀ)⁻¹ of system [BT, BT] = Aᵀ, strictly upper, by substitution.
-
-    For keys of unit length and β ≤ 1 its entries are at most 1: each is -β_i k_i · P k_j with P a
-    product of contractions. A product with it is then as accurate as `substitute`.
-    """
-    token = tl.arange(0, BT)
-    identity = tl.where(token[:, None] == token[None, :], 1.0, 0.0)
-    return substitute(identity, system, TOKENS, BT)
-
-
-@triton.jit
 def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     """exp(G) S + Σ_j exp(G - G_j) u_j k_jᵀ, [BV, BK].
 
@@ -112,39 +100,6 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     total = last(log_decay, BL)
     weighted = u * decay(total, log_decay)[None, :]
     return exact_dot(weighted, k, s * decay(total, 0.0), PRECISION)
-
-
-@triton.jit
-def write_copy(
-    s,
-    copy,
-    STREAM: tl.constexpr,
-    cursors,
-    layer,
-    ticket,
-    row,
-    in_rows,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    STORAGE: tl.constexpr,
-    amax=None,
-):
-    """Round the FP32 tile s [BV, BK] once into one copy; count what saturated and, in the
-    checkpoint, what was not finite.
-
-    STREAM: `policy.CHECKPOINT_STREAM` or `READ_COPY_STREAM`. amax: pattern of the largest magnitude
-    in the head, where s is not all of it.
-    """
-    slot = ticket.slot
-    key = (ticket.seed, layer + (STREAM << 24), ticket.flushes, ticket.sequence)
-    over, not_finite = store_tile(s, key, copy, slot, row, in_rows, V, BV, K, BK, STORAGE, amax)
-    if over > 0:
-        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
-    if STREAM == _CHECKPOINT:
-        if not_finite > 0:
-            tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
 
 
 @triton.jit
@@ -165,14 +120,23 @@ def write_state(
     READ_COPY: tl.constexpr,
     amax=None,
 ):
-    """`write_copy` into the checkpoint and, from the same values, into the read copy (READ_COPY
-    None: there is none)."""
-    write_copy(
-        s, checkpoint, _CHECKPOINT, cursors, layer, ticket, row, in_rows,
-        V, K, BV, BK, CHECKPOINT, amax,
-    )  # fmt: skip
+    """Round the FP32 tile s [BV, BK] once into the checkpoint and, from the same values, once into
+    the read copy (READ_COPY None: there is none); count what saturated and what was not finite.
+
+    amax: pattern of the largest magnitude in the head, where s is not all of it.
+    """
+    slot = ticket.slot
+    key = (ticket.seed, layer, ticket.flushes, ticket.sequence)
+    over, not_finite = store_tile(
+        s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax
+    )
     if READ_COPY is not None:
-        write_copy(
-            s, read_copy, _READ_COPY, cursors, layer, ticket, row, in_rows,
-            V, K, BV, BK, READ_COPY, amax,
-        )  # fmt: skip
+        key = (ticket.seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
+        over_copy, _ = store_tile(
+            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax
+        )
+        over += over_copy
+    if over > 0:
+        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
+    if not_finite > 0:
+        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))

@@ -20,7 +20,6 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
-    default_launch,
     ring_argument,
     sizes,
     state_width,
@@ -30,6 +29,7 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows, write_state
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.kimi_delta.triton_flush import flush
+from replayssm.ops.kimi_delta.triton_launch import default_launch
 from replayssm.ops.kimi_delta.triton_tiles import fold_records, sums_after
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
@@ -214,9 +214,7 @@ def _launch(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storage, rows = policy.read_storage, len(cursors.slots)
-    launch = launch or default_launch(
-        "step" if folds else "decode", policy, constants, rows, whole_heads=folds
-    )
+    launch = launch or default_launch("step" if folds else "decode", policy, constants, rows)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], rows)](
         out,

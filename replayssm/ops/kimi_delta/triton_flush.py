@@ -18,7 +18,6 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
-    default_launch,
     resident_programs,
     ring_argument,
     sizes,
@@ -32,6 +31,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
     substitute,
     write_state,
 )
+from replayssm.ops.kimi_delta.triton_launch import default_launch
 from replayssm.ops.kimi_delta.triton_tiles import (
     fold_records,
     pair_weights,
@@ -143,9 +143,7 @@ def flush(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
-    launch = launch or default_launch(
-        "flush", policy, constants, len(cursors.slots), whole_heads=True
-    )
+    launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
     if rows is not None and rows.dtype == torch.bool:
         rows = rows.view(torch.uint8)
     batch = len(cursors.slots)

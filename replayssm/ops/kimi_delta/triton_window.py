@@ -20,7 +20,6 @@ from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
-    default_launch,
     pieces,
     power_of_two,
     ring_argument,
@@ -30,6 +29,7 @@ from replayssm.ops.gated_delta.triton_launch import (
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows, substitute
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
+from replayssm.ops.kimi_delta.triton_launch import default_launch
 from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after, sums_before
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
