@@ -141,6 +141,40 @@ def test_rounding_gives_the_reference_bits(fmt, rounding, saturate):
     assert torch.equal(got_over[: len(x)].cpu().long(), over)
 
 
+@triton.jit
+def half_kernel(x, random, codes, over, ROUNDING: tl.constexpr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    value, bits = tl.load(x + i), tl.load(random + i).to(tl.uint32)
+    if device_rounding.is_stochastic_half(FP16_FORMAT, ROUNDING, True):
+        tl.store(codes + i, device_rounding.stochastic_half(value, bits))
+    overflows = device_rounding.stochastic_half_overflows(value, bits)
+    tl.store(over + i, overflows.to(tl.int32))
+
+
+FP16_FORMAT = tl.constexpr(FP16)
+
+
+def test_the_short_way_to_stochastic_halves_gives_the_same():
+    rounding = stochastic(bits=16)
+    near_limit = 65536 - torch.arange(0, 96 * 256) / 256
+    x = torch.cat([interesting_values(FP16), near_limit, -near_limit, torch.randn(9999) * 1e-5])
+    x = x.repeat(4)
+    random = torch.randint(0, 2**16, x.shape)
+    random[: len(x) // 4], random[-len(x) // 4 :] = 0, 2**16 - 1
+    want, _ = round_to_format(x, FP16, rounding, random, True)
+    over = round_to_format(x[:, None], FP16, rounding, random[:, None], True)[1]
+    padded = -len(x) % 4096
+    x_in, random_in = (torch.nn.functional.pad(t, (0, padded)).to(DEVICE) for t in (x, random))
+    got = torch.zeros(len(x_in), dtype=torch.float16, device=DEVICE)
+    got_over = torch.zeros(len(x_in), dtype=torch.int32, device=DEVICE)
+    half_kernel[(len(x_in) // 4096,)](x_in, random_in, got, got_over, ROUNDING=rounding, N=4096)
+    assert torch.equal(got_over[: len(x)].cpu().long(), over)
+    if not triton.knobs.runtime.interpret:
+        number = ~x.isnan()
+        assert_same_bits(got[: len(x)].cpu()[number], want.half()[number])
+        assert got[: len(x)].cpu()[~number].isnan().all()
+
+
 # ---- random bits -----------------------------------------------------------------------------
 
 

@@ -123,7 +123,9 @@ def flush(
     """
     triton_launch.check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
-    launch = launch or triton_launch.default_launch("flush", policy, sizes, len(cursors.slots))
+    launch = launch or triton_launch.default_launch(
+        "flush", policy, sizes, len(cursors.slots), any_row=rows is None
+    )
     if rows is not None and rows.dtype == torch.bool:
         rows = rows.view(torch.uint8)
     tiles = triton_launch.tiles(sizes, launch)

@@ -72,10 +72,12 @@ class Launch:
 
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
+# Chosen on an H200 at H = 128, P = 64, N = 128, 256 rows; those of 8 bits, and of "step", by
+# likeness.
 _TABLE = {
-    "decode": {32: (128, 4, None), 16: (128, 4, None), 8: (128, 4, None), 4: (256, 4, None)},
-    "step": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
-    "flush": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
+    "decode": {32: (64, 4, None), 16: (128, 2, 96), 8: (128, 2, None), 4: (128, 1, None)},
+    "step": {32: (64, 4, None), 16: (32, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
+    "flush": {32: (64, 4, None), 16: (32, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
 
@@ -83,8 +85,14 @@ _TABLE = {
 _ENOUGH_TILES = 256
 
 
-def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: int) -> Launch:
-    """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
+def default_launch(
+    kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: int, *, any_row: bool = False
+) -> Launch:
+    """Launch parameters of a kernel for a policy, a geometry and a number of rows.
+
+    `any_row`: a flush that is launched at every step, for whatever rows are due then: few programs
+    should find out that there is nothing to do.
+    """
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
     rows, num_warps, maxnreg = _TABLE[kernel][bits]
@@ -95,16 +103,26 @@ def default_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: in
     if block_p < 16 or kernel == "window" or writes_head_scales:
         block_p = max(16, triton.next_power_of_2(sizes["P"]))
     if kernel == "window":
-        return Launch(block_p=block_p, loop=4, num_warps=8 if block_p > 64 else num_warps)
+        loop = 16 if batch * sizes["H"] >= 16 * _ENOUGH_TILES else 4
+        return Launch(block_p=block_p, loop=loop, num_warps=8 if block_p > 64 else num_warps)
     heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
     if batch * sizes["H"] * sizes["P"] < _ENOUGH_TILES * rows:
-        rows = 64
+        rows = min(rows, 64)
+    if not writes_head_scales:
+        block_p = min(block_p, rows) if sizes["P"] % min(block_p, rows) == 0 else block_p
     heads = max(1, min(rows // block_p, heads_per_group))
     if kernel in ("flush", "step"):
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps = max(num_warps, heads * block_p // 16)
-    loop = 8 if kernel in ("flush", "step") else 1
-    return Launch(heads=heads, block_p=block_p, loop=loop, num_warps=num_warps, maxnreg=maxnreg)
+    if kernel == "flush" and writes_head_scales and policy.checkpoint.format == FP32:
+        maxnreg = 168 if num_warps == 4 else None  # three programs a multiprocessor, not two
+    return Launch(
+        heads=heads,
+        block_p=block_p,
+        loop=8 if any_row else 1,
+        num_warps=num_warps,
+        maxnreg=maxnreg,
+    )
 
 
 def _needs_whole_heads(policy: PrecisionPolicy) -> bool:

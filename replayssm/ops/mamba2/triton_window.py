@@ -48,14 +48,18 @@ def window_kernel(
     """
     row = tl.program_id(1)
     slot = tl.load(cursors.slots + row).to(tl.int64)
+    first = tl.program_id(0) * LOOP
+    t, record = tl.arange(0, BT), tl.arange(0, BL)
     if slot < 0:
+        for i in range(LOOP):
+            _, _, _, head_of, p, _, in_tile = tile_rows(first + i, H, P, G, HEADS, BP)
+            at = out + (row * T + t[None, :]) * (H * P) + (head_of * P + p)[:, None]
+            tl.store(at, 0.0, mask=(t < T)[None, :] & in_tile[:, None])
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    t, record = tl.arange(0, BT), tl.arange(0, BL)
     PIECE: tl.constexpr = WIDTH // PIECES
     PIECE_N: tl.constexpr = N // PIECES
 
-    first = tl.program_id(0) * LOOP
     group = first // (tl.num_programs(0) * LOOP // G)
     starts_group = first % (tl.num_programs(0) * LOOP // G) == 0
     new_B = tokens.B + row * tokens.B_row + group * N
