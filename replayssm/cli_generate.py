@@ -328,7 +328,8 @@ def _measure_speculation(model: str, arguments: argparse.Namespace) -> None:
         print(
             f"{model}  {cell.policy:16} {cell.drafter or 'no drafter':16} {cell.drafts} drafts: "
             f"{1 + sum(cell.accepted) / rounds:.3f} tokens a round, KL "
-            f"{sum(cell.kl) / len(cell.kl):.2e}, {cell.tokens_per_second:.0f} tokens/s",
+            f"{sum(cell.kl) / len(cell.kl):.2e}"
+            + (f", {cell.tokens_per_second:.0f} tokens/s" if cell.tokens_per_second else ""),
             flush=True,
         )
 

@@ -31,6 +31,7 @@ PYTHON
 before=$(digests)
 if [ -d "$results/runs" ]; then run report "$results/runs"; fi
 if [ -d "$results/tasks" ]; then run rescore "$results/tasks"; fi
+if [ -d "$results/speculation" ]; then run speculation --redraw --out "$results/speculation"; fi
 if [ -f "$results/bench/kernels/kernels.json" ]; then run bench kernels --redraw --out "$results/bench/kernels"; fi
 after=$(digests)
 

@@ -161,9 +161,14 @@ def _measure(
         accepted=[row.num_accepted for row in accepted],
         kl=_divergence(adapter, prompts, answers, logits, backend),
         repeated=[repeated_share(answer) for answer in answers],
-        tokens_per_second=round(len(prompts) * (study.tokens - 1) / seconds, 1),
+        tokens_per_second=_speed(len(prompts) * (study.tokens - 1), seconds, adapter),
         backend=" and ".join(decoder.backends),
     )
+
+
+def _speed(tokens: int, seconds: float, adapter: Adapter) -> float | None:
+    """Tokens per second on a GPU; a CPU is shared with whatever else runs there."""
+    return round(tokens / seconds, 1) if adapter.device.type == "cuda" else None
 
 
 def _divergence(

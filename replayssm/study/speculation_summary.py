@@ -33,6 +33,7 @@ class Cell:
     drafter: None for token-by-token decoding (drafts 0). drafted, accepted: drafts, without the one
     token that every round adds by itself. kl: mean KL(FP32 ‖ policy) on the answer, nats a token.
     repeated: share of tokens that end a run of eight tokens seen before in the answer.
+    tokens_per_second: of all prompts together, or None where speed was not measured.
     """
 
     policy: str
@@ -43,7 +44,7 @@ class Cell:
     accepted: list[int]
     kl: list[float]
     repeated: list[float]
-    tokens_per_second: float
+    tokens_per_second: float | None
     backend: str
 
 
@@ -97,7 +98,7 @@ class Row:
     repeated_rise_low: float | None
     repeated_rise_high: float | None
     speedup: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     flags: tuple[str, ...]
 
 
@@ -116,7 +117,9 @@ def summarise(record: SpeculationRecord) -> list[Row]:
 
 def _speedup(record: SpeculationRecord, cell: Cell) -> float | None:
     plain = record.cell(cell.policy, None, 0)
-    return None if plain is None else cell.tokens_per_second / plain.tokens_per_second
+    if plain is None or plain.tokens_per_second is None or cell.tokens_per_second is None:
+        return None
+    return cell.tokens_per_second / plain.tokens_per_second
 
 
 def _row(cell: Cell, reference: Cell, speedup: float | None, usual: float | None) -> Row:
@@ -256,8 +259,9 @@ def speculation_markdown(records: Sequence[SpeculationRecord]) -> str:
         "tokens/round: accepted drafts and the one token beside them. accepted: share of drafts. "
         "KL: mean KL(FP32 ‖ policy) of the logits that chose the tokens, nats per token. repeated: "
         "share of tokens that end a run of eight seen before in the same answer. Intervals are "
-        "over prompts, differences paired. speed: times the policy's own without drafts. Flags: a "
-        "gain over FP32 that comes with a higher KL or more repetition is no gain.\n",
+        "over prompts, differences paired. speed: times the policy's own without drafts (taken on "
+        "a GPU only). Flags: a gain over FP32 that comes with a higher KL or more repetition is no "
+        "gain.\n",
     ]
     for record in records:
         s = record.settings
