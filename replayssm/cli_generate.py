@@ -87,10 +87,10 @@ def _add_speculation(command: Callable, *, names: Callable, integers: Callable) 
         "--drafters",
         type=names,
         metavar="A,B",
-        help="ngram and names of models (default for a built-in model: the other one)",
+        help="ngram and names of models (default: ngram, for a built-in model also the other one)",
     )
-    study.add_argument("--drafts", type=integers, metavar="N,N", help="default: 0,2,4,8")
-    study.add_argument("--prompts", type=int, help="ten or more give intervals (12)")
+    study.add_argument("--drafts", type=integers, metavar="N,N", help="default: 0,4,8")
+    study.add_argument("--prompts", type=int, help="ten or more give intervals (10)")
     study.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of a prompt (96)")
     study.add_argument("--tokens", type=int, help="tokens after each prompt (64)")
     study.add_argument("--temperature", type=float, help="0 (default) is greedy")
@@ -321,7 +321,8 @@ def _measure_speculation(model: str, arguments: argparse.Namespace) -> None:
         if value is not None
     }
     if model in BUILTIN:
-        given.setdefault("drafters", tuple(name for name in BUILTIN if name != model))
+        (other,) = (name for name in BUILTIN if name != model)
+        given.setdefault("drafters", (other, NGRAM))
 
     def show(cell: Cell) -> None:
         rounds = sum(cell.rounds)

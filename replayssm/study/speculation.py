@@ -46,8 +46,8 @@ class SpeculationStudy:
     model: str
     policies: tuple[str, ...] = ("fp32", "nvfp4", "fp16-sr+nvfp4", "fp8-sr+nvfp4")
     drafters: tuple[str, ...] = (NGRAM,)
-    drafts: tuple[int, ...] = (0, 2, 4, 8)
-    prompts: int = 12
+    drafts: tuple[int, ...] = (0, 4, 8)
+    prompts: int = 10
     prompt_tokens: int = 96
     tokens: int = 64
     temperature: float = 0.0
