@@ -243,7 +243,7 @@ class SpeculativeDecoder:
 
         logits: [B, T, V], those at the row's last token first.
         """
-        rows, width, vocabulary = logits.shape
+        rows, width, _ = logits.shape
         device = logits.device
         counts = torch.tensor(drafts.counts, device=device)
         place = torch.arange(width, device=device)

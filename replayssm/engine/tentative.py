@@ -101,7 +101,7 @@ class TentativeRows:
             stream, last = prefills.run(prompt)
             if row == 0:
                 self.session.hand_over(stream.session.prefill_states(), source=[0] * rows)
-                self._cache = LaneCache(adapter, stream.cache, rows)
+                self._cache = LaneCache(adapter, stream.cache, rows, experts_by_row=False)
             self._cache.put(row, stream.cache, room=self._rooms[row] + self._most)
             states.append([state for _, state in stream.session.prefill_states()])
             logits.append(last)

@@ -6,8 +6,9 @@ row's arithmetic depends on its own tokens only, so nothing has to be masked. Th
 a session's; convolution inputs are copied row by row. Must not know policies, prompts or when a row
 ends.
 
-Experts, too, are computed row by row: grouping the rows of one expert would let a row's neighbours
-decide the order of its sums.
+Experts, too, are computed row by row, unless told otherwise: grouping the rows of one expert would
+let a row's neighbours decide the order of its sums. (It gathers an expert's weights for every token,
+which is for single tokens.)
 
 Shapes: B lanes (rows), HKV key-value heads, S keys of one row, D head dimension.
 """
@@ -40,14 +41,14 @@ class LaneCache:
     What a lane without a sequence computes means nothing, and reaches no other.
     """
 
-    def __init__(self, adapter: Adapter, like: Cache, lanes: int):
+    def __init__(self, adapter: Adapter, like: Cache, lanes: int, *, experts_by_row: bool = True):
         """`like`: the cache of any one prefilled sequence, of which every lane starts as a copy."""
         if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in like.layers):
             raise UnsupportedInputError(
                 f"{adapter.name!r} has sliding-window attention; rows of different lengths in one "
                 "batch are not supported for it"
             )
-        self._adapter = adapter
+        self._adapter, self._experts_by_row = adapter, experts_by_row
         self._cursor = RowCursor(lanes, adapter.device)
         self._cache = filled_cache(
             adapter.config, cache_tensors(like), rows=[0] * lanes, cursor=self._cursor
@@ -139,7 +140,8 @@ class LaneCache:
         ALL_ATTENTION_FUNCTIONS[_ATTENTION_NAME] = attend
         if not is_ours(config):
             config._attn_implementation = _ATTENTION_NAME
-        config._experts_implementation = _ROW_BY_ROW_EXPERTS
+        if self._experts_by_row:
+            config._experts_implementation = _ROW_BY_ROW_EXPERTS
         try:
             yield
         finally:
