@@ -7,8 +7,8 @@ a session's; convolution inputs are copied row by row. Must not know policies, p
 ends.
 
 Experts, too, are computed row by row, unless told otherwise: grouping the rows of one expert would
-let a row's neighbours decide the order of its sums. (It gathers an expert's weights for every token,
-which is for single tokens.)
+let a row's neighbours decide the order of its sums. (It gathers an expert's weights for every
+token, which is for single tokens.)
 
 Shapes: B lanes (rows), HKV key-value heads, S keys of one row, D head dimension.
 """
