@@ -8,6 +8,7 @@ hash salt, fonts and metadata, no dates).
 """
 
 import io
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,8 +138,13 @@ def legend(figure: Figure, axes) -> None:
 
 
 def plain_ticks(axis, values: list[int] | None = None) -> None:
-    """Whole numbers instead of powers of ten on a logarithmic axis; ticks at `values` only."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    """Whole numbers instead of powers of ten on a logarithmic axis, as long as they have room; ticks
+    at `values` only."""
+
+    def text(value: float, _: int) -> str:
+        return f"{value:,.0f}" if value < 1e6 else f"$10^{{{math.log10(value):.3g}}}$"
+
+    axis.set_major_formatter(FuncFormatter(text))
     if values is not None:
         axis.set_major_locator(FixedLocator(values))
         axis.set_minor_locator(NullLocator())
