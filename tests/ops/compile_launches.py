@@ -165,6 +165,12 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
         ("step", lambda: decode.step(*both, ring, policy, cursors, one, **layer)),
         ("window", lambda: window.window(read, ring, policy, cursors, all_slots)),
         ("flush", lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer)),
+        (
+            "flush",
+            lambda: flush.flush(
+                *both, ring, policy, cursors, parameters, **layer, rows=torch.ones(ROWS).bool()
+            ),
+        ),
     ):
         with compiling((decode, window, flush, triton_common)) as results:
             call()

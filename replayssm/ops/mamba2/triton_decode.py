@@ -1,9 +1,10 @@
 """One token per row: read the state once, append one record, and fold rings that it fills.
 
 Owns two kernels and their launchers. `decode` writes no state. `step` also commits the token and
-flushes the rows whose ring it fills; rows decide by their own cursors. With one copy, rows that
-flush are left to a second kernel, which reads the state once for both jobs: the registers that
-folding takes would slow every other row down. With two, all rows decode and a flush follows.
+flushes the rows whose ring it fills; rows decide by their own cursors, which `list_due` moves after
+the outputs. With one copy, rows that flush are left to a last kernel, which reads the state once
+for both jobs: the registers that folding takes would slow every other row down. With two, all rows
+decode and a flush follows.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 Legend: triton_tiles.py.
@@ -21,7 +22,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
-from replayssm.ops.mamba2.triton_flush import flush
+from replayssm.ops.mamba2.triton_flush import commit_and_flush
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
@@ -44,7 +45,7 @@ from replayssm.ops.quantize.tiles import (
     times_vector,
     values_of,
 )
-from replayssm.ops.triton_common import Cursors, arrive, list_due, load_ticket, prefix_sums
+from replayssm.ops.triton_common import Cursors, list_due, load_ticket, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
@@ -55,7 +56,6 @@ def decode_kernel(
     read,                               # Stored
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
-    COMMIT: tl.constexpr,               # whether the token is committed
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -70,17 +70,13 @@ def decode_kernel(
         tl.store(out + row * (H * P) + head_of * P + p, 0.0, mask=in_tile)
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    excepted = False if EXCEPT is None else pos == EXCEPT
-    if not excepted:
-        one_token(
-            out, tokens, token, ring, cursors, read, 0, row, slot, pos, None, part, parts,
-            H, P, G, N, L, READ, RING, D_PER_CHANNEL, None, HEADS, BP, BL, WIDTH,
-        )  # fmt: skip
-    if COMMIT:
-        if arrive(cursors, slot, parts):
-            if excepted:
-                tl.store(cursors.flushes + slot, tl.load(cursors.flushes + slot) + 1)
-            tl.store(cursors.pos + slot, tl.where(excepted, 0, pos + 1).to(tl.int64))
+    if EXCEPT is not None:
+        if pos == EXCEPT:
+            return
+    one_token(
+        out, tokens, token, ring, cursors, read, 0, row, slot, pos, None, part, parts,
+        H, P, G, N, L, READ, RING, D_PER_CHANNEL, None, HEADS, BP, BL, WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -95,7 +91,7 @@ def decode_and_flush_kernel(
     LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
     """Grid of any size: programs share the TILES of the rows that are due, whose cursors `due` has
-    and `decode_kernel` has moved."""
+    moved."""
     work = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * TILES
     if LOOPS:
@@ -273,24 +269,14 @@ def step(
     """
     triton_launch.check_copies(policy, checkpoint, read_copy)
     if read_copy is not None:
-        out = _decode(read_copy, ring, policy, cursors, inputs, launch, commits=True)
-        parameters = {"A": inputs.A}
-        flush(
-            checkpoint,
-            read_copy,
-            ring,
-            policy,
-            cursors,
-            parameters,
-            layer=layer,
-            launch=fold_launch,
+        out = _decode(read_copy, ring, policy, cursors, inputs, launch)
+        commit_and_flush(
+            checkpoint, read_copy, ring, policy, cursors, inputs.A, layer=layer, launch=fold_launch
         )
         return out
-    last_slot = triton_launch.sizes(checkpoint, ring, cursors)["L"] - 1
-    due = list_due(cursors, last_slot, moves=False)  # before the first kernel moves cursors
-    out = _decode(
-        checkpoint, ring, policy, cursors, inputs, launch, commits=True, excepted=last_slot
-    )
+    ring_len = triton_launch.sizes(checkpoint, ring, cursors)["L"]
+    out = _decode(checkpoint, ring, policy, cursors, inputs, launch, excepted=ring_len - 1)
+    due = list_due(cursors, ring_len, commits=True, moves=True)
     _decode_and_flush(checkpoint, ring, policy, cursors, inputs, fold_launch, due, out, layer)
     return out
 
@@ -303,7 +289,6 @@ def _decode(
     inputs: Mamba2Inputs,
     launch: Launch | None,
     *,
-    commits: bool = False,
     excepted: int | None = None,
 ) -> Tensor:
     triton_launch.check_operand(policy)
@@ -322,7 +307,6 @@ def _decode(
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=_has_d_per_channel(inputs),
-        COMMIT=commits,
         EXCEPT=excepted,
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=1),

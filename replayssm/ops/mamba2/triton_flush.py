@@ -121,6 +121,38 @@ def flush(
     Raises:
         ValueError: something has no kernel, or shapes disagree.
     """
+    _flush(
+        checkpoint, read_copy, ring, policy, cursors, parameters["A"], layer, rows, launch, False
+    )
+
+
+def commit_and_flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    A: Tensor,
+    *,
+    layer: int,
+    launch: Launch | None = None,
+) -> None:
+    """Commit one more record of every row, then `flush` those whose rings are full then."""
+    _flush(checkpoint, read_copy, ring, policy, cursors, A, layer, None, launch, True)
+
+
+def _flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    A: Tensor,
+    layer: int,
+    rows: Tensor | None,
+    launch: Launch | None,
+    commits: bool,
+) -> None:
     triton_launch.check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
     launch = launch or triton_launch.default_launch(
@@ -133,10 +165,10 @@ def flush(
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
-        parameters["A"],
+        A,
         triton_launch.ring(ring),
         cursors,
-        list_due(cursors, sizes["L"], rows, moves=True),
+        list_due(cursors, sizes["L"], rows, commits=commits, moves=True),
         **sizes,
         TILES=tiles,
         RING=triton_launch.ring_storage(policy, ring),
