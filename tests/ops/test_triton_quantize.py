@@ -26,12 +26,13 @@ from replayssm.ops.quantize.layout import (
 )
 from replayssm.ops.quantize.philox import philox4x32, random_bits
 from replayssm.ops.quantize.tiles import (
+    load_codes,
     load_eighths,
     load_tile,
     load_unscaled,
-    matvec,
     row_factor,
     store_tile,
+    times_vector,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -273,7 +274,9 @@ def tile_kernel(
     if reads_words(STORAGE, COLS):
         a = load_eighths(vectors, COLS, WIDTH // 8)
         b = load_eighths(vectors + COLS, COLS, WIDTH // 8)
-        dot_a, dot_b = matvec(dest, slot, row, in_rows, a, b, ROWS, COLS, WIDTH, STORAGE)
+        loaded = load_codes(dest, slot, row, in_rows, ROWS, COLS, WIDTH, STORAGE)
+        dot_a = times_vector(loaded, a, COLS, WIDTH, STORAGE)
+        dot_b = times_vector(loaded, b, COLS, WIDTH, STORAGE)
     else:
         column = tl.arange(0, WIDTH)
         a = tl.load(vectors + column, mask=column < COLS, other=0.0)

@@ -21,7 +21,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     default_launch,
     pieces,
-    resident_programs,
     ring_argument,
     scales_heads,
     sizes,
@@ -40,7 +39,14 @@ from replayssm.ops.gated_delta.triton_tiles import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, exact_dot, list_due, load_ticket, precision_of
+from replayssm.ops.triton_common import (
+    Cursors,
+    exact_dot,
+    list_due,
+    load_ticket,
+    precision_of,
+    resident_programs,
+)
 from replayssm.policy import PrecisionPolicy
 
 
@@ -257,7 +263,8 @@ def _flush(
     due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
     whole = scales_heads(policy)
     work = batch * constants["HV"] * (1 if whole else launch.tiles(constants))
-    programs = min(work, resident_programs(due.device, launch.num_warps))
+    # 16 warps a multiprocessor are enough for any tile.
+    programs = min(work, resident_programs(due.device, max(1, 16 // launch.num_warps)))
     solved = None
     if ring.v is not None:
         shape = (programs, constants["BL"], constants["V"])

@@ -7,7 +7,6 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -185,14 +184,6 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
         "L": ring_len,
         "BL": power_of_two(ring_len),
     }
-
-
-@functools.cache
-def resident_programs(device: torch.device, num_warps: int = 4) -> int:
-    """Programs of a flush that run at a time: 16 warps a multiprocessor are enough for any tile."""
-    if device.type != "cuda":
-        return 2
-    return max(1, 16 // num_warps) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def writes(

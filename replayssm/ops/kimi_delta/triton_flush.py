@@ -18,7 +18,6 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
-    resident_programs,
     ring_argument,
     sizes,
     state_width,
@@ -40,7 +39,14 @@ from replayssm.ops.kimi_delta.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_tile
-from replayssm.ops.triton_common import Cursors, exact_dot, list_due, load_ticket, precision_of
+from replayssm.ops.triton_common import (
+    Cursors,
+    exact_dot,
+    list_due,
+    load_ticket,
+    precision_of,
+    resident_programs,
+)
 from replayssm.policy import PrecisionPolicy
 
 
@@ -149,7 +155,7 @@ def flush(
     batch = len(cursors.slots)
     due = list_due(cursors, constants["L"], rows, moves=True)
     work = batch * constants["HV"] * launch.tiles(constants)
-    flush_kernel[(min(work, resident_programs(due.device)),)](
+    flush_kernel[(min(work, resident_programs(due.device, 4)),)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,

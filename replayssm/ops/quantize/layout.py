@@ -98,7 +98,7 @@ def is_packed(storage: Storage) -> bool:
 
 @triton.constexpr_function
 def reads_words(storage: Storage, cols: int) -> bool:
-    """Whether `matvec` can take eight E2M1 codes of one block at a time."""
+    """Whether `times_vector` takes eight E2M1 codes of one block at a time."""
     return is_packed(storage) and cols % 8 == 0 and storage.format.block_size >= 8
 
 

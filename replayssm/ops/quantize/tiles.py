@@ -294,31 +294,6 @@ def row_factor(stored, slot, row, in_rows, ROWS: tl.constexpr, STORAGE: tl.const
 
 
 @triton.jit
-def matvec(
-    stored,
-    slot,
-    row,
-    in_rows,
-    a,
-    b,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STORAGE: tl.constexpr,
-):
-    """Products of a tile that `reads_words` with two vectors, read once: ([R], [R]).
-
-    a and b are FP32 vectors as `load_eighths` gives them.
-    """
-    words = _load_words(stored, slot, row, in_rows, COLS, WIDTH)
-    scale = _load_block_scale(stored, slot, row, in_rows, COLS, WIDTH, STORAGE)
-    factor = row_factor(stored, slot, row, in_rows, ROWS, STORAGE)
-    with_a = _words_times_vector(words, scale, a)
-    with_b = _words_times_vector(words, scale, b)
-    return with_a * factor, with_b * factor
-
-
-@triton.jit
 def _words_times_vector(words, scale, parts):
     """[R] products of E2M1 words [R, WORDS], eight codes each, with block scales [R, BLOCKS].
 
@@ -335,12 +310,6 @@ def _words_times_vector(words, scale, parts):
         total = tl.fma(e2m1_scaled(words, i), (parts[i] * 2.0**63)[None, :], total)
     total = tl.sum(tl.reshape(total, [R, BLOCKS, WORDS // BLOCKS]), 2)
     return tl.sum(total * 2.0**63 * scale, 1)
-
-
-@triton.jit
-def _load_words(stored, slot, row, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    data = (stored.data + slot * stored.data_slot).to(tl.pointer_type(tl.int32))
-    return load_matrix(data, row, in_rows, COLS // 8, WIDTH // 8)
 
 
 @triton.jit
