@@ -8,7 +8,13 @@ the run measured what it is about, and says "undecided" where the interval does.
 from collections.abc import Iterator, Mapping
 
 from replayssm.study.attribution import decomposition_rows
-from replayssm.study.formatting import interval_text, number, share, share_interval
+from replayssm.study.formatting import (
+    interval_text,
+    number,
+    share,
+    share_interval,
+    without_seed,
+)
 
 # A ratio of KL without and with refresh beyond this, interval included, is accumulation; an
 # interval that stays below is none.
@@ -23,7 +29,7 @@ def findings(summary: Mapping) -> list[str]:
         *_refresh(summary.get("refresh", [])),
         *_decomposition(summary),
         *_slopes(summary["arms"]),
-        *_theory(summary.get("states")),
+        *_theory(summary.get("states"), summary["arms"]),
     ]
 
 
@@ -92,15 +98,21 @@ def _slopes(arms: list[Mapping]) -> Iterator[str]:
         )
 
 
-def _theory(states: Mapping | None) -> Iterator[str]:
+def _theory(states: Mapping | None, arms: list[Mapping]) -> Iterator[str]:
+    policies = {arm["label"] for arm in arms if arm["kind"] == "policy"}
+    told = {}
     for arm in states["arms"] if states else ():
         residuals = sorted(value for value in arm["residual"] or () if value is not None)
-        if not residuals:
+        if not residuals or arm["label"] not in policies or without_seed(arm["label"]) in told:
             continue
-        middle = number(residuals[len(residuals) // 2])
         inside = sum(0.85 <= value <= 1.15 for value in residuals)
+        stagnating = len(arm["stagnating"])
+        told[without_seed(arm["label"])] = (
+            f"{number(residuals[len(residuals) // 2])} ({inside} of {len(residuals)} heads within "
+            f"15 %{f', {stagnating} stagnating' if stagnating else ''})"
+        )
+    if told:
         yield (
-            f"Theory: the state error of {arm['label']} is {middle} times the line in the median "
-            f"head; {inside} of {len(residuals)} heads are within 15 %; {len(arm['stagnating'])} "
-            "meet the criterion for stagnation."
+            "Theory: measured over predicted error of the stored state, median head, of several "
+            f"seeds the first: {'; '.join(f'{label} {words}' for label, words in told.items())}."
         )

@@ -167,12 +167,12 @@ def test_the_decomposition_names_the_copy(record, checkpoint, read_copy, words):
     assert words in sentence and "their interaction 5 %" in sentence
 
 
-def test_slopes_are_one_sentence_and_theory_one_a_policy(record):
+def test_slopes_and_theory_are_one_sentence_each(record):
     said = findings(record.summary)
     (slopes,) = [s for s in said if s.startswith("Slope")]
     assert "KL grows for fp8 (0.50 [0.40, 0.60]), nvfp4" in slopes and "refresh" not in slopes
     theory = [s for s in said if s.startswith("Theory")]
-    assert len(theory) == 2 and "6 of 8 heads are within 15 %; 1 meet" in theory[0]
+    assert len(theory) == 1 and "fp8 1 (6 of 8 heads within 15 %, 1 stagnating); nvfp4" in theory[0]
 
 
 # -- figures ---------------------------------------------------------------------------------------
