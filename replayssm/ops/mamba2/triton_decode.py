@@ -328,7 +328,9 @@ def _decode_and_flush(
     layer: int,
 ) -> None:
     sizes = triton_launch.sizes(state, ring, cursors, inputs, tokens=1)
-    launch = launch or triton_launch.default_launch("step", policy, sizes, inputs.x.shape[0])
+    launch = launch or triton_launch.default_launch(
+        "step", policy, sizes, inputs.x.shape[0], any_row=True
+    )
     tiles = triton_launch.tiles(sizes, launch)
     decode_and_flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
         out,

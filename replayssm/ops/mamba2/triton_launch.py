@@ -76,7 +76,7 @@ class Launch:
 # likeness.
 _TABLE = {
     "decode": {32: (64, 4, None), 16: (128, 2, 96), 8: (128, 2, None), 4: (128, 1, None)},
-    "step": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "step": {32: (64, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
