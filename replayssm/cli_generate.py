@@ -284,7 +284,7 @@ def _line(numbers: _Numbers, policy: str, device: str) -> str:
     state = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
     parts.append(f"state of a sequence {sum(sizes.values()):,} bytes ({state})")
     if draft is not None:
-        parts.append(f"{draft:,} more for each draft")
+        parts.append(f"{draft:,} bytes of state more for each draft (ring slots are included)")
     return "replayssm: " + "; ".join(parts)
 
 

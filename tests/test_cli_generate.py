@@ -31,7 +31,8 @@ def test_speculation_writes_the_same_text(capsys):
     assert all("policy fp16-sr+nvfp4 on cpu (reference)" in line for line in numbers)
     assert all("tokens/s" in line and "state of a sequence" in line for line in numbers)
     assert "accepted" not in numbers[0] and "drafts" in numbers[1]
-    assert "0 more for each draft" in numbers[1] and " 0 more" not in numbers[2]
+    assert "; 0 bytes of state more for each draft" in numbers[1]
+    assert "; 0 bytes" not in numbers[2] and "bytes of state more for each draft" in numbers[2]
 
 
 def test_sampling_depends_on_the_seed(capsys):

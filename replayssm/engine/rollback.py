@@ -105,7 +105,9 @@ class CursorRollback:
 
     @property
     def bytes_per_draft(self) -> int:
-        """Recurrent state that a draft token costs a sequence: none."""
+        """Recurrent state that a draft token costs a sequence: none. (With schedule "aligned", the
+        ring has a slot for it.)
+        """
         return 0
 
 

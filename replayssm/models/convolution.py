@@ -81,9 +81,14 @@ class ConvolutionTape:
                 self._note(convolution, convolution.states[..., -1:], start)
 
     def keep(self, counts: Tensor) -> None:
-        """Row b goes on as if only the first counts[b] tokens had been read; counts [B] int64."""
+        """Row b goes on as if only the first counts[b] tokens had been read; counts [B] int64, on
+        the CPU.
+        """
+        indices: dict[tuple[torch.device, int], Tensor] = {}  # made once, for all layers
         for convolution in self._convolutions:
             states = convolution.states
-            inputs = torch.arange(convolution.width, device=states.device)
-            index = counts.to(states.device)[:, None, None] + inputs
-            states.copy_(convolution.tape.gather(-1, index.expand(states.shape)))
+            key = (states.device, convolution.width)
+            if key not in indices:
+                inputs = counts[:, None, None] + torch.arange(convolution.width)
+                indices[key] = inputs.to(states.device)
+            states.copy_(convolution.tape.gather(-1, indices[key].expand(states.shape)))
