@@ -31,13 +31,21 @@ UNDO = ("cursor", "snapshots")
 
 
 def make_rollback(
-    undo: str, policy: PrecisionPolicy, *, tokens: int, schedule: str
+    undo: str,
+    policy: PrecisionPolicy,
+    *,
+    tokens: int,
+    schedule: str,
+    most_slots: int | None = None,
 ) -> "CursorRollback | SnapshotRollback":
-    """The way called `undo` ("cursor" or "snapshots"), for up to `tokens` tokens at once."""
+    """The way called `undo` ("cursor" or "snapshots"), for up to `tokens` tokens at once.
+
+    most_slots: of a ring; where it is too short for a window everywhere, some windows are shorter.
+    """
     if undo not in UNDO:
         raise ValueError(f"undo {undo!r}: allowed are {', '.join(UNDO)}")
     if undo == "cursor":
-        return CursorRollback(policy, tokens=tokens, schedule=schedule)
+        return CursorRollback(policy, tokens=tokens, schedule=schedule, most_slots=most_slots)
     if schedule != "aligned":
         raise ValueError(f"schedule {schedule!r}: with snapshots, only 'aligned' is possible")
     return SnapshotRollback(policy)
@@ -49,7 +57,14 @@ class CursorRollback:
     policy: what the session must be made with: the policy asked for, with slots for a window.
     """
 
-    def __init__(self, policy: PrecisionPolicy, *, tokens: int, schedule: str):
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        *,
+        tokens: int,
+        schedule: str,
+        most_slots: int | None = None,
+    ):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule {schedule!r}: allowed are {', '.join(SCHEDULES)}")
         if schedule == "early" and tokens > policy.ring_len:
@@ -58,7 +73,11 @@ class CursorRollback:
                 "'early'): fewer drafts, a longer ring, or schedule 'aligned'"
             )
         self._tokens, self._aligned, self._ring_len = tokens, schedule == "aligned", policy.ring_len
-        slots = policy.ring_len + tokens - 1 if self._aligned else policy.ring_len
+        slots = policy.ring_len
+        if self._aligned:
+            slots += tokens - 1
+            if most_slots is not None:
+                slots = max(policy.ring_len, min(slots, most_slots))
         self.policy = replace(policy, ring_len=slots)
         self._session: ReplaySession | None = None
         self._read = self._windows = 0  # tokens, and windows they came in, since `keep`
@@ -71,7 +90,9 @@ class CursorRollback:
         """Of what is read next, how many tokens each row may keep."""
         if not self._aligned:
             return [self._tokens] * self._session.rows
-        return [self._ring_len - filled % self._ring_len for filled in self._filled()]
+        filled = [filled % self._ring_len for filled in self._filled()]
+        room = self.policy.ring_len - max(filled)  # no window may be longer, whoever keeps it
+        return [min(self._ring_len - mine, room) for mine in filled]
 
     def before(self, tokens: int) -> None:
         """A pass over `tokens` tokens follows. The first since `keep` flushes the rows that need

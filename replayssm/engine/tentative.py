@@ -21,6 +21,7 @@ from replayssm.models.convolution import ConvolutionTape
 from replayssm.models.kv_cache import Cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
+from replayssm.ops.capability import MAX_RING_LEN
 from replayssm.policy import PrecisionPolicy
 
 # Passes of a kind before one is captured as a graph, which takes as long as several.
@@ -68,7 +69,13 @@ class TentativeRows:
         self.adapter, self.backend = adapter, backend
         self.positions: list[int] = []
         self._most = most_tokens
-        self._rollback = make_rollback(undo, policy, tokens=most_tokens, schedule=schedule)
+        self._rollback = make_rollback(
+            undo,
+            policy,
+            tokens=most_tokens,
+            schedule=schedule,
+            most_slots=_most_slots(adapter, policy, backend),
+        )
         self._read = 0
         self._mode = "off" if undo == "snapshots" else graphs
 
@@ -173,3 +180,10 @@ class TentativeRows:
         draft token needs beside that.
         """
         return self.session.state_bytes() | {"draft": self._rollback.bytes_per_draft}
+
+
+def _most_slots(adapter: Adapter, policy: PrecisionPolicy, backend: str) -> int | None:
+    """Ring slots that kernels have, if kernels can be in use for `policy`."""
+    kernels = backend == "triton" or (backend == "auto" and adapter.device.type == "cuda")
+    most = MAX_RING_LEN.get(adapter.family.recurrence)
+    return most if kernels and most is not None and policy.ring_len <= most else None

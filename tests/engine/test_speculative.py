@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import TINY_ARCHITECTURES, random_tokens, tiny_model
 
-from replayssm.engine import greedy_check
+from replayssm.engine import greedy_check, tentative
 from replayssm.engine.decode import generate
 from replayssm.engine.drafters import (
     Drafts,
@@ -179,6 +179,31 @@ def test_a_window_before_a_full_ring_flushes_what_is_committed_only():
         assert int(cache.pos.max()) <= 6
     assert [row.tokens for row in decoder.rows] == want
     assert min(seen) < 6  # earlier than full
+
+
+@pytest.mark.parametrize("slots", [6, 8])
+def test_rings_that_cannot_be_longer_shorten_windows(slots, monkeypatch):
+    """As where kernels have no longer rings: the same texts, in more rounds."""
+    adapter, policy = Adapter(tiny_model("kimi_linear")), parse_policy("fp16+nvfp4@6")
+    prompts = random_tokens(3, 7).tolist()
+    want = decoded(adapter, prompts, policy, 30)
+
+    def run():
+        drafter = ScriptedDrafter(want, right=(4, 0, 4, 2))
+        decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=4)
+        decoder.start(prompts, max_new_tokens=30)
+        rounds = 0
+        while decoder.running:
+            decoder.round()
+            rounds += 1
+        (_, cache), *_ = decoder._state.session.updates(decoder._state.session.layer_indices[0])
+        assert [row.tokens for row in decoder.rows] == want
+        return rounds, cache.ring_len
+
+    free = run()
+    monkeypatch.setattr(tentative, "_most_slots", lambda *about: slots)
+    short = run()
+    assert (free[1], short[1]) == (10, slots) and short[0] > free[0]
 
 
 def test_flushes_at_other_places_are_seen():
