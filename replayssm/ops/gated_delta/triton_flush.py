@@ -84,6 +84,7 @@ def flush_kernel(
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
+    EACH: tl.constexpr = TILES if WHOLE else 1  # tiles of a program
     work = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * (HV * SHARES)
     if solved is not None:
@@ -93,11 +94,10 @@ def flush_kernel(
         head = work // SHARES % HV
         slot, count = ticket.slot, ticket.pos
         first = 0 if WHOLE else work % TILES
-        tiles = TILES if WHOLE else 1
         if solved is not None:
-            for tile in range(first, first + tiles):
+            for i in range(EACH):
                 _solve_tile(
-                    checkpoint, ring, solved, slot, head, tile, count,
+                    checkpoint, ring, solved, slot, head, first + i, count,
                     HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, KEYS, PIECES, PIECE, BV, BL,
                 )  # fmt: skip
             tl.debug_barrier()
@@ -110,9 +110,9 @@ def flush_kernel(
                     HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
                 )  # fmt: skip
                 amax = tl.maximum(amax, tl.max(magnitude_bits(s)))
-        for after in range(tiles):
+        for after in range(EACH):
             # The first tile last: it writes the scale, which the others read to the end.
-            tile = first + tiles - 1 - after
+            tile = first + EACH - 1 - after
             tl.debug_barrier()
             s = _fold_tile(
                 checkpoint, ring, solved, slot, head, tile, count,
