@@ -1,5 +1,6 @@
 """The kernel benchmark on tiny layers, kernels interpreted: what is checked and what refused."""
 
+import importlib
 import sys
 import types
 from dataclasses import replace
@@ -102,14 +103,14 @@ def test_few_rows_and_a_ring_of_one():
 
 @pytest.mark.parametrize("recurrence", TINY)
 def test_wrong_outputs_get_no_time(recurrence, monkeypatch):
-    module = sys.modules[f"replayssm.ops.{recurrence}.triton_decode"]
+    module = importlib.import_module(f"replayssm.ops.{recurrence}.triton_decode")
     right = module.decode
     monkeypatch.setattr(module, "decode", lambda *a, **k: right(*a, **k) * 1.0001)
     rows = by_kernel(rows_of(layers=[recurrence], policies=["fp32"]))
     cycle = rows["fp32", "cycle"]
     assert cycle.status == "wrong" and cycle.us is None and cycle.speedup is None
     assert "outputs differ from the float64 recurrence by 1.0e-04" in cycle.note
-    assert rows["fp32", "step"].status == rows["fp32", "window"].status == "ok"
+    assert rows["fp32", "window"].status == "ok", "does not go through decode"
 
 
 @pytest.mark.parametrize("copy", ["checkpoint", "read copy"])

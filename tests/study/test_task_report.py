@@ -50,7 +50,7 @@ def evaluate(out: Path, *more) -> int:
 def out(tmp_path_factory):
     place = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "environment", lambda device: {"summary": "here"})
+        patch.setattr(tasks, "environment", lambda device, **more: {"summary": "here"})
         assert evaluate(place) == 0
     return place
 
@@ -105,7 +105,7 @@ def test_nothing_here_needs_torch_or_lm_eval():
 
 # -- commands --------------------------------------------------------------------------------------
 def test_eval_prints_and_writes(out, capsys, monkeypatch):
-    monkeypatch.setattr(tasks, "environment", lambda device: {"summary": "here"})
+    monkeypatch.setattr(tasks, "environment", lambda device, **more: {"summary": "here"})
     assert evaluate(out) == 0
     printed = capsys.readouterr()
     assert "0 answers generated" in printed.out and "| nvfp4 " in printed.out
