@@ -25,13 +25,13 @@ from replayssm.ops.quantize.layout import (
     tile_width,
 )
 from replayssm.ops.quantize.philox import philox4x32, random_bits
+from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import (
     load_codes,
     load_eighths,
     load_tile,
     load_unscaled,
     row_factor,
-    store_tile,
     times_vector,
 )
 

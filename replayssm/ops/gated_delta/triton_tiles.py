@@ -16,7 +16,7 @@ import triton.language as tl
 from replayssm.formats.number import BF16, FP16
 from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.ops.quantize.rounding import round_to_format
-from replayssm.ops.quantize.tiles import store_tile
+from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.triton_common import exact_dot
 from replayssm.policy import READ_COPY_STREAM
 

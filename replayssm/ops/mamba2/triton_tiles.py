@@ -22,7 +22,7 @@ from replayssm.formats.number import FP32, NumberFormat
 from replayssm.formats.storage import Storage
 from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact, round_to_format
-from replayssm.ops.quantize.tiles import store_tile
+from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.triton_common import exact_dot
 from replayssm.policy import READ_COPY_STREAM
 

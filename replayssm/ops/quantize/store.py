@@ -1,0 +1,165 @@
+"""A tile rounded and stored: for every storage, in the order amax, scale, round, pack, count.
+
+Owns that order. Knows no recurrence and no reading. The legend is that of `tiles`.
+"""
+
+import triton
+import triton.language as tl
+
+from replayssm.ops.quantize.layout import (
+    block_size,
+    element_of,
+    is_packed,
+    scales_of,
+    store_matrix,
+)
+from replayssm.ops.quantize.packing import (
+    encode_elements,
+    pack_pairs,
+    round_to_e2m1_pairs,
+)
+from replayssm.ops.quantize.philox import (
+    random_bits,
+)
+from replayssm.ops.quantize.rounding import (
+    fact,
+    is_stochastic_half,
+    largest_that_fits,
+    random_bit_count,
+    round_to_format,
+    saturate_magnitude,
+    stochastic_half,
+    stochastic_half_overflows,
+)
+from replayssm.ops.quantize.scaling import (
+    block_scale,
+    magnitude_bits,
+    mx_scale_code,
+    power_of_two,
+    row_scale,
+    tensor_scale,
+    to_codes,
+)
+
+
+@triton.jit
+def store_tile(
+    x,
+    key,
+    stored,
+    slot,
+    row,
+    in_rows,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr,
+    matrix_amax=None,
+):
+    """Round FP32 x [R, WIDTH] and store it. x is 0 outside.
+
+    Args:
+        key: of the random bits, see `philox.random_bits`; read by stochastic rounding only.
+        TILE_ROWS: rows of x per matrix.
+        matrix_amax: pattern (int32 scalar) of the largest magnitude of the one matrix that x is
+            part of. None: a tensor scale needs whole matrices, TILE_ROWS >= ROWS.
+
+    Returns:
+        How many elements overflowed, and how many were not finite (int32 scalars).
+    """
+    R: tl.constexpr = row.shape[0]
+    FORMAT: tl.constexpr = fact(STORAGE, "format")
+    ELEMENT: tl.constexpr = element_of(STORAGE)
+    ROUNDING: tl.constexpr = fact(STORAGE, "rounding")
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    if SCALES == "nvfp4" and matrix_amax is None:
+        tl.static_assert(TILE_ROWS >= ROWS, "a tensor scale needs whole matrices")
+    SIZE: tl.constexpr = block_size(STORAGE)
+    BLOCKS: tl.constexpr = WIDTH // SIZE
+    magnitude = magnitude_bits(x)
+    amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
+    peak = tl.max(amax)
+    over = peak * 0
+    not_finite = over
+    if peak >= 0x7F800000:
+        not_finite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
+    # Counting takes a pass over the tile: only where a maximum says that there is something.
+    NEAREST_E2M1: tl.constexpr = is_packed(STORAGE) and fact(ROUNDING, "mode") == "nearest_even"
+    LIMIT: tl.constexpr = largest_that_fits(ELEMENT, ROUNDING)
+    may_overflow = peak > 0
+    if SCALES == "none":
+        may_overflow = peak > LIMIT
+    if SCALES == "row":
+        scale = row_scale(tl.max(magnitude, 1), ELEMENT)
+        tl.store(stored.scale + slot * stored.scale_slot + row, scale, mask=in_rows)
+        x = tl.div_rn(x, scale[:, None])
+    elif SCALES != "none":
+        blocks = tl.reshape(x, [R, BLOCKS, SIZE])
+        if SCALES == "mx":
+            code = mx_scale_code(amax, FORMAT)
+            inverse = power_of_two(254 - code)
+            blocks = blocks * inverse[:, :, None]
+            highest = magnitude_bits(amax.to(tl.float32, bitcast=True) * inverse)
+            may_overflow = tl.max(highest) > LIMIT
+            code = code.to(tl.uint8)
+        else:
+            if matrix_amax is None and R == TILE_ROWS:
+                matrix_amax = peak
+            if matrix_amax is None:
+                largest = tl.max(tl.reshape(amax, [R // TILE_ROWS, TILE_ROWS * BLOCKS]), 1)
+            else:
+                largest = tl.full([1], 0, tl.int32) + matrix_amax
+            per_matrix = tensor_scale(largest, FORMAT)
+            per_row = tl.broadcast_to(
+                per_matrix[:, None], [largest.shape[0], R // largest.shape[0]]
+            )
+            per_row = tl.reshape(per_row, [R])
+            first = row % ROWS == 0 if in_rows is None else in_rows & (row % ROWS == 0)
+            base = stored.tensor_scale + slot * stored.tensor_scale_slot
+            tl.store(base + row // ROWS, per_row, mask=first)
+            s = block_scale(blocks, amax, per_row[:, None], FORMAT)
+            blocks = to_codes(blocks, s, per_row[:, None], FORMAT)
+            highest = amax.to(tl.float32, bitcast=True)[:, :, None]
+            highest = magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT))
+            may_overflow = tl.max(highest) > LIMIT
+            code = encode_elements(s, fact(FORMAT, "scale_format"))
+        base = stored.scale + slot * stored.scale_slot
+        store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
+        x = tl.reshape(blocks, [R, WIDTH])
+
+    data = stored.data + slot * stored.data_slot
+    SATURATE: tl.constexpr = fact(STORAGE, "saturate")
+    if NEAREST_E2M1:
+        if may_overflow:
+            x, overflows = saturate_magnitude(x, ELEMENT, LIMIT)
+            over = tl.sum(overflows.to(tl.int32))
+        packed = round_to_e2m1_pairs(x)
+    else:
+        STOCHASTIC_HALF: tl.constexpr = is_stochastic_half(ELEMENT, ROUNDING, SATURATE)
+        random = None
+        if random_bit_count(ROUNDING) > 0:
+            BITS: tl.constexpr = random_bit_count(ROUNDING)
+            ROUNDS: tl.constexpr = fact(ROUNDING, "philox_rounds")
+            random = random_bits(key, row, ROWS, COLS, WIDTH, BITS, ROUNDS)
+        if STOCHASTIC_HALF:
+            if may_overflow:
+                over = tl.sum(stochastic_half_overflows(x, random).to(tl.int32))
+            codes = stochastic_half(x, random)
+        else:
+            if may_overflow:
+                _, overflows = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
+                over = tl.sum(overflows.to(tl.int32))
+            x, _ = round_to_format(x, random, ELEMENT, ROUNDING, SATURATE)
+            codes = encode_elements(x, ELEMENT)
+    if is_packed(STORAGE):
+        if not NEAREST_E2M1:
+            packed = pack_pairs(codes)
+        if SCALES == "nvfp4":  # a block whose scale is 0 has codes of +0
+            pairs = tl.reshape(packed, [R, BLOCKS, SIZE // 2])
+            pairs = tl.where((s == 0.0)[:, :, None], 0, pairs)
+            packed = tl.reshape(pairs, [R, WIDTH // 2])
+        store_matrix(data, row, in_rows, packed, (COLS + 1) // 2, WIDTH // 2)
+    else:
+        store_matrix(data, row, in_rows, codes, COLS, WIDTH)
+    return over, not_finite
