@@ -275,6 +275,7 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
                 saving, saved_at = time.monotonic() - now, time.monotonic()
         written.result()
     assert position == spec.tokens, f"the engine stopped at {position} of {spec.tokens} tokens"
+    _write_effective(subject, engine, folder)
 
 
 def _write_stretch(
@@ -313,6 +314,15 @@ def _windows(spec: StudySpec, engine: Any, text: torch.Tensor, position: int) ->
         width = window.logits.shape[2]
         yield window.logits, rest[:, at + 1 : at + 1 + width]
         at += width
+
+
+def _write_effective(subject: Subject, engine: Any, folder: RunFolder) -> None:
+    """Note what was in effect at the end, too: a graph that cannot be captured shows on the way."""
+    provenance = read_json(folder.provenance_path)
+    effective = subject.effective(engine)
+    if provenance["effective"] != effective:
+        provenance["effective"] = effective
+        write_json(folder.provenance_path, provenance)
 
 
 def _write_provenance(spec: StudySpec, subject: Subject, engine: Any, folder: RunFolder) -> None:

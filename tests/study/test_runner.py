@@ -73,6 +73,14 @@ def test_a_run_folder_holds_exactly_the_finished_files(tmp_path):
     assert read_json(result.folder.path / "status.json") == {"status": "complete"}
 
 
+def test_what_was_in_effect_at_the_end_is_recorded(tmp_path, monkeypatch):
+    """Such as graphs that turned out to be impossible on the way."""
+    told = iter(["graphs", *["eager (capture failed)"] * 9])
+    monkeypatch.setattr(FakeSubject, "effective", lambda self, engine: {"graphs": next(told)})
+    provenance = read_json(run(tmp_path).folder.provenance_path)
+    assert provenance["effective"] == {"graphs": "eager (capture failed)"}
+
+
 def test_records_have_a_row_for_each_prompt_position_and_arm(tmp_path):
     result = run(tmp_path)
     table = pq.read_table(result.folder.positions_path)
