@@ -76,8 +76,9 @@ def test_passes_are_replayed_whatever_the_rows_keep(name, recorded):  # noqa: F8
     want = run("off")
     assert Recorded.captures == 0
     assert run("auto") == want
-    # Windows of 2 to 4 tokens (1, too, where a ring has room for one); a drafter's four tokens.
-    assert 6 <= Recorded.captures <= 8 + 4 and Recorded.replays > 40
+    # At most: windows of 1 to 4 tokens, a drafter's four tokens; which of them come up depends on
+    # what is accepted, and so on the random model.
+    assert 0 < Recorded.captures <= 8 + 4 and Recorded.replays > 40
 
 
 @functools.cache
