@@ -14,7 +14,6 @@ from replayssm.engine.lockstep import ROW_MULTIPLE, Arm
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
-from replayssm.models.session import RowGroup
 
 
 @torch.inference_mode()
@@ -44,21 +43,13 @@ def free_run(
     adapter.check_length(length + tokens)
     rows = len(arms) * count
     padding = -rows % ROW_MULTIPLE
-    groups = [(arm, ids) for arm in arms]
+    groups = [arm.rows(ids) for arm in arms]
     if padding:
-        groups.append((arms[0], tuple(ids[row % count] for row in range(padding))))
+        groups.append(arms[0].rows([ids[row % count] for row in range(padding)]))
     source = [row % count for row in range(rows)] + [row % count for row in range(padding)]
     stream = Stream(
         adapter,
-        [
-            RowGroup(
-                policy=arm.policy,
-                sequences=sequences,
-                seeds=(arm.seed,) * len(sequences),
-                log_decay_factor=1.0 if arm.fault is None else arm.fault,
-            )
-            for arm, sequences in groups
-        ],
+        groups,
         source=source,
         capacity=length + tokens,
         backend=backend,

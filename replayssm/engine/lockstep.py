@@ -62,6 +62,15 @@ class Arm:
         if (self.fault is not None) != (self.kind == "fault"):
             raise ValueError(f"arm {self.label!r}: a fault factor and kind 'fault' go together")
 
+    def rows(self, sequences: Sequence[int]) -> RowGroup:
+        """Rows of a session that run this arm, one for each sequence number."""
+        return RowGroup(
+            policy=self.policy,
+            sequences=tuple(sequences),
+            seeds=(self.seed,) * len(sequences),
+            log_decay_factor=1.0 if self.fault is None else self.fault,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Window:
@@ -161,12 +170,12 @@ class Lockstep:
         self.tokens = tokens
         capacity = prompt_length + tokens
         self.adapter.check_length(capacity)
-        groups = [self._group(arm, self.prompt_ids) for arm in self.arms]
+        groups = [arm.rows(self.prompt_ids) for arm in self.arms]
         rows = len(self.arms) * prompts
         padding = -rows % self._row_multiple(tokens)
         if padding:
             copies = [self.prompt_ids[row % prompts] for row in range(padding)]
-            groups.append(self._group(self.arms[0], copies))
+            groups.append(self.arms[0].rows(copies))
         self.padding_rows = padding
         self._stream = Stream(
             self.adapter,
@@ -179,7 +188,7 @@ class Lockstep:
         self._source = torch.tensor(self._stream.source, device=self.adapter.device)
         self._generator = Stream(
             self.adapter,
-            [self._group(self.arms[0], self.prompt_ids)],
+            [self.arms[0].rows(self.prompt_ids)],
             source=range(prompts),
             capacity=capacity,
             backend=self.backend,
@@ -191,14 +200,6 @@ class Lockstep:
                 prompts=prompts,
                 schedules=[(arm.policy.ring_len, arm.refresh) for arm in self.arms],
             )
-
-    def _group(self, arm: Arm, sequences: Sequence[int]) -> RowGroup:
-        return RowGroup(
-            policy=arm.policy,
-            sequences=tuple(sequences),
-            seeds=(arm.seed,) * len(sequences),
-            log_decay_factor=1.0 if arm.fault is None else arm.fault,
-        )
 
     def _row_multiple(self, tokens: int) -> int:
         """What rows must be a multiple of, for rows x T to be one of ROW_MULTIPLE throughout."""

@@ -1,8 +1,8 @@
 """What both delta rules share: sizes, ring records, the triangular solve, outputs.
 
-Owns everything that is the same in Gated DeltaNet and Kimi Delta Attention. Knows no decay: each
-rule hands in a `LookUp`, which says what a reader gets of an old state and of a key. Start with
-`gated_delta/reference.py`, which uses all of this.
+Owns everything that is the same in Gated DeltaNet and Kimi Delta Attention. Knows no decay over
+several tokens: each rule hands in a `LookUp`, which says what a reader gets of an old state and of
+a key. Start with `gated_delta/reference.py`, which uses all of this.
 
 Legend: B rows, T tokens, HK key heads, HV value heads, r = HV/HK, K head_k_dim, V head_v_dim,
 L ring slots, n slots as read (L rounded up to 16), m kinds of readers: k, or k and q. Value head h
@@ -105,6 +105,27 @@ class LookUp(Protocol):
         tokens: int,
         operand: str,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+def recurrence(state: Tensor, inputs: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Token by token from `state` [B, HV, V, K], in its dtype.
+
+    g [B, T, HV, K or 1] are the log decays; q, k, v and beta come from `inputs`. Returns outputs
+    [B, T, HV, V] and the new state; changes nothing in place.
+    """
+    q, k, v = (t.to(state.dtype) for t in (inputs.q, inputs.k, inputs.v))
+    g, beta = g.to(state.dtype), inputs.beta.to(state.dtype)
+    heads_per_key = v.shape[2] // k.shape[2]
+    q = q.repeat_interleave(heads_per_key, dim=2)
+    k = k.repeat_interleave(heads_per_key, dim=2)
+    outputs = []
+    for t in range(v.shape[1]):
+        state = state * torch.exp(g[:, t])[..., None, :]
+        prediction = (state * k[:, t, :, None, :]).sum(-1)
+        u = beta[:, t, :, None] * (v[:, t] - prediction)
+        state = state + u[..., None] * k[:, t, :, None, :]
+        outputs.append((state * q[:, t, :, None, :]).sum(-1))
+    return torch.stack(outputs, dim=1), state
 
 
 def window(

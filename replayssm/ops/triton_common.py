@@ -87,11 +87,13 @@ def list_due(
 ) -> Tensor:
     """Which rows are due, for kernels: their number, then their tickets, int64 [1 + B, 8].
 
-    Due are rows with `count` committed records, or those where `rows` [B] (integers) is not 0;
-    never padding rows. With `moves` their cursors are moved in place, as a flush does: kernels that
-    work on tickets need to read no cursor, and to wait for nobody who does. With `commits` one more
-    record of every row counts, before anything else.
+    Due are rows with `count` committed records, or those where `rows` [B] (bool, integers) is not
+    0; never padding rows. With `moves` their cursors are moved in place, as a flush does: kernels
+    that work on tickets need to read no cursor, and to wait for nobody who does. With `commits` one
+    more record of every row counts, before anything else.
     """
+    if rows is not None and rows.dtype == torch.bool:
+        rows = rows.view(torch.uint8)
     batch = cursors.slots.shape[0]
     due = torch.empty(1 + batch, _TICKET.value, dtype=torch.int64, device=cursors.slots.device)
     block = triton.next_power_of_2(batch)

@@ -62,18 +62,7 @@ def recurrence(state: Tensor, inputs: GatedDeltaInputs) -> tuple[Tensor, Tensor]
 
     Returns outputs [B, T, HV, V] and the new state; changes nothing in place.
     """
-    q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
-    heads_per_key = v.shape[2] // k.shape[2]
-    q = q.repeat_interleave(heads_per_key, dim=2)
-    k = k.repeat_interleave(heads_per_key, dim=2)
-    outputs = []
-    for t in range(v.shape[1]):
-        state = state * torch.exp(g[:, t])[..., None, None]
-        prediction = (state * k[:, t, :, None, :]).sum(-1)
-        u = beta[:, t, :, None] * (v[:, t] - prediction)
-        state = state + u[..., None] * k[:, t, :, None, :]
-        outputs.append((state * q[:, t, :, None, :]).sum(-1))
-    return torch.stack(outputs, dim=1), state
+    return delta_rule.recurrence(state, inputs, inputs.g[..., None])
 
 
 def window(

@@ -224,8 +224,6 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    if rows is not None and rows.dtype == torch.bool:
-        rows = rows.view(torch.uint8)
     _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, rows=rows)
 
 

@@ -150,8 +150,6 @@ def flush(
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
     launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
-    if rows is not None and rows.dtype == torch.bool:
-        rows = rows.view(torch.uint8)
     batch = len(cursors.slots)
     due = list_due(cursors, constants["L"], rows, moves=True)
     work = batch * constants["HV"] * launch.tiles(constants)

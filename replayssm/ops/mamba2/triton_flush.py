@@ -158,8 +158,6 @@ def _flush(
     launch = launch or triton_launch.default_launch(
         "flush", policy, sizes, len(cursors.slots), any_row=rows is None
     )
-    if rows is not None and rows.dtype == torch.bool:
-        rows = rows.view(torch.uint8)
     tiles = triton_launch.tiles(sizes, launch)
     flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
         stored(checkpoint),
