@@ -32,9 +32,13 @@ class RecurrentLayer:
 
 
 class Adapter:
-    """Uniform access to one model instance (see module docstring). Holds no state between calls."""
+    """Uniform access to one model instance (see module docstring). Holds no state between calls.
 
-    def __init__(self, model: nn.Module, *, name: str | None = None):
+    exact_head: whether the last projection multiplies in FP32 whatever the model's dtype, as a
+        study needs; otherwise in the model's dtype, as servers do. Its sums are FP32 either way.
+    """
+
+    def __init__(self, model: nn.Module, *, name: str | None = None, exact_head: bool = True):
         config = model.config.get_text_config()
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         self.model = model
@@ -59,8 +63,8 @@ class Adapter:
             raise UnsupportedInputError(
                 f"{self.name!r}: some weights are offloaded; the model must fit on its devices"
             )
-        self._head_weight = self.head.weight.detach().float()
-        bias = self.head.bias
+        weight, bias = self.head.weight.detach(), self.head.bias
+        self._head_weight = weight.float() if exact_head else weight
         self._head_bias = None if bias is None else bias.detach().float()
 
     def _find_layers(self) -> tuple[RecurrentLayer, ...]:
@@ -92,6 +96,11 @@ class Adapter:
     def vocab_size(self) -> int:
         """Rows of the last projection (may exceed the tokenizer's vocabulary)."""
         return self.head.weight.shape[0]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer sends each token to a few experts."""
+        return any(type(module).__name__.endswith("Experts") for module in self.model.modules())
 
     @property
     def max_positions(self) -> int | None:
@@ -135,7 +144,7 @@ class Adapter:
         return logits[:, -1:] if last_only else logits
 
     def fp32_head(self, forward) -> Callable[[Tensor], Tensor]:
-        """A forward for the last projection that computes in FP32 whatever the model's dtype.
+        """A forward for the last projection that delivers FP32 whatever the model's dtype.
 
         Logits stored in bf16 alone would fake a KL of 5e-4. What the model does to them afterwards
         (scaling, capping) is the model's own and stays.
@@ -143,7 +152,14 @@ class Adapter:
         del forward
 
         def project(hidden: Tensor) -> Tensor:
-            hidden = hidden.to(self._head_weight.device, torch.float32)
-            return linear(hidden, self._head_weight, self._head_bias)
+            weight, bias = self._head_weight, self._head_bias
+            hidden = hidden.to(weight.device, weight.dtype)
+            if weight.dtype == torch.float32:
+                return linear(hidden, weight, bias)
+            if weight.device.type == "cpu":  # has no product of narrow numbers with a wide result
+                return linear(hidden.float(), weight.float(), bias)
+            logits = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+            logits = logits.view(*hidden.shape[:-1], -1)
+            return logits if bias is None else logits + bias
 
         return project

@@ -5,7 +5,12 @@ study accepts them. Must not know policies, sessions or benchmarks.
 """
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    NemotronHConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from replayssm.models.adapter import Adapter
 from replayssm.models.errors import ModelError
@@ -35,7 +40,7 @@ _QWEN3_5_4B = dict(
     },
 )
 # The same in small, for tests.
-_TINY = _QWEN3_5_4B | dict(
+_QWEN3_5_TINY = _QWEN3_5_4B | dict(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=96,
@@ -49,26 +54,60 @@ _TINY = _QWEN3_5_4B | dict(
     linear_value_head_dim=16,
     rope_parameters=_QWEN3_5_4B["rope_parameters"] | {"mrope_section": [1, 1, 0]},
 )
-CONFIGURATIONS = {
-    RANDOM_PREFIX + "qwen3.5-4b": _QWEN3_5_4B,
-    RANDOM_PREFIX + "qwen3.5-tiny": _TINY,
+# 21 recurrent layers of H96 P80 N128 G8, 17 MLPs, 4 of attention.
+_BLOCKS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+_NEMOTRON_3_NANO_4B = dict(
+    vocab_size=131072,
+    hidden_size=3136,
+    layers_block_type=[_BLOCKS[letter] for letter in "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"],
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12544,
+    mamba_num_heads=96,
+    mamba_head_dim=80,
+    ssm_state_size=128,
+    n_groups=8,
+    max_position_embeddings=262144,
+)
+_NEMOTRON_3_TINY = _NEMOTRON_3_NANO_4B | dict(
+    vocab_size=512,
+    hidden_size=64,
+    layers_block_type=[_BLOCKS[letter] for letter in "M-*M-"],
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    ssm_state_size=16,
+    n_groups=2,
+)
+CONFIGURATIONS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    RANDOM_PREFIX + "qwen3.5-4b": (Qwen3_5TextConfig, _QWEN3_5_4B),
+    RANDOM_PREFIX + "nemotron-3-nano-4b": (NemotronHConfig, _NEMOTRON_3_NANO_4B),
+    RANDOM_PREFIX + "qwen3.5-tiny": (Qwen3_5TextConfig, _QWEN3_5_TINY),
+    RANDOM_PREFIX + "nemotron-3-tiny": (NemotronHConfig, _NEMOTRON_3_TINY),
 }
 
 
 def random_model(
-    name: str, *, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+    name: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    exact_head: bool = True,
 ) -> Adapter:
     """A model of CONFIGURATIONS on `device`, the same weights each time on one kind of device.
 
-    Raises ModelError for an unknown name.
+    exact_head: see `Adapter`. Raises ModelError for an unknown name.
     """
     if name not in CONFIGURATIONS:
         raise ModelError(
             f"there is no random model {name!r}; there are {', '.join(CONFIGURATIONS)}"
         )
+    make_config, values = CONFIGURATIONS[name]
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            Qwen3_5TextConfig(**CONFIGURATIONS[name]), dtype=dtype
-        )
-    return Adapter(model.eval(), name=name)
+        model = AutoModelForCausalLM.from_config(make_config(**values), dtype=dtype)
+    return Adapter(model.eval(), name=name, exact_head=exact_head)

@@ -118,7 +118,7 @@ class ReplaySession:
         self.decoding = False
         self.replaced: dict[str, str] = {}
         # How rows read tokens in a decode pass: `StateUpdate.step`, or what a speculative decoder
-        # puts in its place.
+        # or a conventional baseline (`state_update.triton_conventional`) puts in its place.
         self.reader: Callable[[StateUpdate, ReplayCache, Any], Tensor] = StateUpdate.step
         # Called with (layer index, inputs of the operator, its outputs) of every decode pass, all
         # rows; may keep the tensors, must not write them.
@@ -351,7 +351,7 @@ class ReplaySession:
             for update, cache in zip(state.updates, state.caches, strict=True):
                 if self.reader is StateUpdate.step:
                     update.replayed(cache, tokens)
-                else:  # windows move nothing
+                elif self.reader is StateUpdate.window:  # moves nothing
                     cache.uncommitted = tokens
 
     def check_finite(self) -> None:

@@ -1,14 +1,16 @@
 """The conventional way to decode, which replay is compared with: what both recurrences share of it.
 
 The kernels beside each reference (`*/triton_conventional.py`) update the whole state for every
-token: they read it, compute in FP32, and write it back in its own dtype. Owns their launch
-parameters, the choice that a benchmark sweeps, and what their launchers check. Knows no policy, no
-ring and no recurrence.
+token: they read it, compute in FP32, and write it back in its own dtype. To verify drafts they
+write the state after each of them, and read it once. Owns their launch parameters, the choice that
+a benchmark sweeps, and what their launchers check. Knows no policy, no ring and no recurrence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,3 +56,25 @@ def check_state(state: Tensor, heads: int, rows: int, cols: int) -> None:
         raise ValueError(f"state is {list(state.shape)}, expected [S, {heads}, {rows}, {cols}]")
     if not state.is_contiguous():
         raise ValueError(f"state {list(state.shape)} has strides {state.stride()}, must be dense")
+
+
+def check_snapshots(snapshots: Tensor | None, state: Tensor, batch: int, tokens: int) -> None:
+    """Raises ValueError unless `snapshots` are None, or [B, T, ...] that go with `state`."""
+    if snapshots is None:
+        return
+    expected = [batch, tokens, *state.shape[1:]]
+    if list(snapshots.shape) != expected or snapshots.dtype != state.dtype:
+        raise ValueError(
+            f"snapshots are {snapshots.dtype} {list(snapshots.shape)}, expected {state.dtype} "
+            f"{expected}"
+        )
+    if not snapshots.is_contiguous():
+        raise ValueError(f"snapshots have strides {snapshots.stride()}, must be dense")
+
+
+def check_exact(inputs: NamedTuple, names: Iterable[str]) -> None:
+    """Raises ValueError unless these inputs are FP32."""
+    for name in names:
+        dtype = getattr(inputs, name).dtype
+        if dtype != torch.float32:
+            raise ValueError(f"{name} is {dtype}, must be torch.float32")

@@ -184,11 +184,15 @@ def conventional_launches(geometry: Mamba2Geometry | GatedDeltaGeometry):
     make_inputs = mamba2_inputs if module is mamba2_conventional else delta_inputs
     state = torch.zeros(ROWS, *geometry.state_shape)
     for launch in SWEEP:
-        with compiling((module,)) as results:
-            inputs = make_inputs(geometry, 1, torch.bfloat16)
-            module.conventional(state, torch.arange(ROWS), inputs, launch=launch)
-        for kernel in results:
-            yield f"conventional, {launch.label}", kernel
+        for tokens in (1, 9):
+            snapshots = torch.zeros(ROWS, tokens, *geometry.state_shape) if tokens > 1 else None
+            inputs = make_inputs(geometry, tokens, torch.bfloat16)
+            with compiling((module,)) as results:
+                module.conventional(
+                    state, torch.arange(ROWS), inputs, launch=launch, snapshots=snapshots
+                )
+            for kernel in results:
+                yield f"conventional, {tokens} tokens, {launch.label}", kernel
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -51,6 +51,24 @@ def test_tokens_equal_the_recurrence(name, dtype):
     assert state[[1, 3]].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_many_tokens_equal_one_at_a_time(name, dtype):
+    recurrence, inputs, start = case(name)
+    kernel, slots = KERNELS[recurrence], torch.tensor([2, 0, 1], device=DEVICE)
+    one, many, kept = (start.to(DEVICE, dtype, copy=True) for _ in range(3))
+    outputs, states = [], []
+    for t in range(3):
+        outputs.append(kernel(one, slots, on_device(take_tokens(inputs, t, t + 1)), launch=LAUNCH))
+        states.append(one[slots])
+    together = kernel(many, slots, on_device(inputs), launch=LAUNCH)
+    assert torch.equal(together, torch.cat(outputs, 1)) and torch.equal(many, one)
+    snapshots = torch.full((3, 3, *start.shape[1:]), torch.nan, dtype=dtype, device=DEVICE)
+    verified = kernel(kept, slots, on_device(inputs), launch=LAUNCH, snapshots=snapshots)
+    assert torch.equal(verified, together) and torch.equal(snapshots, torch.stack(states, 1))
+    assert torch.equal(kept.cpu(), start.to(dtype)), "snapshots leave the state alone"
+
+
 @pytest.mark.parametrize("name", ["mamba2-p5-n7", "delta-r2-odd"])
 @pytest.mark.parametrize("launch", SWEEP, ids=lambda launch: launch.label)
 def test_every_launch_of_the_sweep_gives_the_same(name, launch):
@@ -91,5 +109,13 @@ def test_what_is_refused(name):
         kernel(start[:, :1], slots, one, launch=LAUNCH)
     with pytest.raises(ValueError, match="must be dense"):
         kernel(start.transpose(0, 1).contiguous().transpose(0, 1), slots, one, launch=LAUNCH)
-    with pytest.raises(ValueError, match="2 tokens"):
-        kernel(start, slots, on_device(inputs), launch=LAUNCH)
+    for snapshots, message in (
+        (start[:, None], r"snapshots are .* \[3, 1, .*, expected torch.float32 \[3, 2, "),
+        (torch.stack([start, start], 1).half(), "snapshots are torch.float16"),
+        (torch.stack([start, start]).transpose(0, 1), "snapshots have strides"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel(start, slots, on_device(inputs), launch=LAUNCH, snapshots=snapshots)
+    gate = "dt" if recurrence == "mamba2" else "beta"
+    with pytest.raises(ValueError, match=f"{gate} is torch.bfloat16, must be torch.float32"):
+        kernel(start, slots, one._replace(**{gate: getattr(one, gate).bfloat16()}), launch=LAUNCH)

@@ -1,6 +1,6 @@
-"""Gated DeltaNet token by token: the whole state is read and written for every token.
+"""Gated DeltaNet the conventional way: the whole state is read and written for every token.
 
-Owns the kernel and the launcher of the conventional update, the yardstick of `bench kernels`.
+Owns the kernel and the launcher of the conventional update, the yardstick of the benchmarks.
 Knows no policy and no ring. Legend: reference.py; S slots, TILES tiles of BV rows a head.
 """
 
@@ -14,15 +14,21 @@ from torch import Tensor
 from replayssm.ops.gated_delta.reference import EXACT_INPUTS, GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_launch import token_argument
 from replayssm.ops.quantize.layout import load_matrix, store_matrix
-from replayssm.ops.triton_conventional import ConventionalLaunch, check_state
+from replayssm.ops.triton_conventional import (
+    ConventionalLaunch,
+    check_exact,
+    check_snapshots,
+    check_state,
+)
 
 
 @triton.jit
 def conventional_kernel(
-    out,                                # [B, HV, V] float32
+    out,                                # [B, T, HV, V] float32
     tokens, slots, state,               # Tokens, [B], [S, HV, V, K]
+    snapshots,                          # [B, T, HV, V, K] or None
     HK, HV,                             # not constants: models that share V and K share a binary
-    V: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
     BV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (HV * TILES, B)."""
@@ -38,56 +44,78 @@ def conventional_kernel(
     state += slot * (HV * V * K)
     in_rows = None if V % BV == 0 else in_v
 
-    old = load_matrix(state, state_row, in_rows, K, WIDTH)
+    carried = load_matrix(state, state_row, in_rows, K, WIDTH).to(tl.float32)
     at_key = head // (HV // HK) * K + column
-    k = tl.load(tokens.k + row * tokens.k_row + at_key, mask=in_k, other=0).to(tl.float32)
-    q = tl.load(tokens.q + row * tokens.q_row + at_key, mask=in_k, other=0).to(tl.float32)
-    v = tl.load(tokens.v + row * tokens.v_row + state_row, mask=in_v, other=0).to(tl.float32)
-    decay = tl.exp(tl.load(tokens.g + row * tokens.g_row + head))
-    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    first = row.to(tl.int64) * T
+    for token in range(T):
+        at_k = tokens.k + row * tokens.k_row + token * tokens.k_token + at_key
+        at_q = tokens.q + row * tokens.q_row + token * tokens.q_token + at_key
+        at_v = tokens.v + row * tokens.v_row + token * tokens.v_token + state_row
+        k = tl.load(at_k, mask=in_k, other=0).to(tl.float32)
+        q = tl.load(at_q, mask=in_k, other=0).to(tl.float32)
+        v = tl.load(at_v, mask=in_v, other=0).to(tl.float32)
+        decay = tl.exp(tl.load(tokens.g + row * tokens.g_row + token * tokens.g_token + head))
+        beta = tl.load(tokens.beta + row * tokens.beta_row + token * tokens.beta_token + head)
 
-    decayed = old.to(tl.float32) * decay
-    u = beta * (v - tl.sum(decayed * k[None, :], 1))
-    new = decayed + u[:, None] * k[None, :]
-    store_matrix(state, state_row, in_rows, new.to(state.dtype.element_ty), K, WIDTH)
-    tl.store(out + row * (HV * V) + state_row, tl.sum(new * q[None, :], 1), mask=in_v)
+        decayed = carried * decay
+        u = beta * (v - tl.sum(decayed * k[None, :], 1))
+        new = decayed + u[:, None] * k[None, :]
+        stored = new.to(state.dtype.element_ty)
+        if snapshots is not None:
+            at = snapshots + (first + token) * (HV * V * K)
+            store_matrix(at, state_row, in_rows, stored, K, WIDTH)
+        at_out = out + (first + token) * (HV * V) + state_row
+        tl.store(at_out, tl.sum(new * q[None, :], 1), mask=in_v)
+        carried = stored.to(tl.float32)
+    if snapshots is None:
+        store_matrix(state, state_row, in_rows, carried.to(state.dtype.element_ty), K, WIDTH)
 
 
 def conventional(
-    state: Tensor, slots: Tensor, inputs: GatedDeltaInputs, *, launch: ConventionalLaunch
+    state: Tensor,
+    slots: Tensor,
+    inputs: GatedDeltaInputs,
+    *,
+    launch: ConventionalLaunch,
+    snapshots: Tensor | None = None,
 ) -> Tensor:
-    """One token per row: updates the state of each row and answers from it, unrounded.
+    """T tokens per row, one after the other: each is answered from the state that it updates,
+    before that is rounded.
 
-    In place: `state`, rounded to nearest even in its dtype (beyond its range: to infinity).
+    In place: `state`, rounded after every token to nearest even in its dtype (beyond its range: to
+    infinity); or, if they are given, `snapshots`: the state after each token, for a caller that may
+    go back to any of them. `state` is then left alone.
 
     Args:
         state: [S, HV, V, K], FP32, FP16 or BF16.
         slots: [B] integers, the slot of each row; negative: a padding row, left alone.
-        inputs: of B rows and one token.
+        inputs: of B rows and T tokens.
         launch: see `ConventionalLaunch`.
+        snapshots: [B, T, HV, V, K] in the dtype of `state`.
 
     Returns:
-        Outputs [B, 1, HV, V] float32; padding rows are not written.
+        Outputs [B, T, HV, V] float32; padding rows are not written.
 
     Raises:
-        ValueError: the state is not what the inputs and the kernel need.
+        ValueError: the state, or snapshots, are not what the inputs and the kernel need.
     """
     batch, count, HV, V = inputs.v.shape
     HK, K = inputs.k.shape[2:]
     check_state(state, HV, V, K)
-    narrow = [name for name in EXACT_INPUTS if getattr(inputs, name).dtype != torch.float32]
-    if count != 1 or narrow:
-        raise ValueError(f"{count} tokens, gates not FP32: {narrow}; expected 1 and none")
+    check_snapshots(snapshots, state, batch, count)
+    check_exact(inputs, EXACT_INPUTS)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     conventional_kernel[(HV * triton.cdiv(V, launch.rows), batch)](
         out,
         token_argument(inputs),
         slots,
         state,
+        snapshots,
         HK,
         HV,
         V=V,
         K=K,
+        T=count,
         BV=launch.rows,
         WIDTH=triton.next_power_of_2(K),
         num_warps=launch.num_warps,
