@@ -64,8 +64,9 @@ def stochastic_half(x, random):
 
     The result is the sum |x| + r 2^-16 ulp cut to the grid. Both FP32's sum and the conversion cut
     off what they cannot hold, on nested grids, so nothing is rounded twice; the conversion stops at
-    65504. ulp is 2^-10 of the binade, from 2^-14 up; r 2^-26 is a difference of two numbers that
-    have r in their last bits. Two elements at a time: their conversion is one instruction.
+    65504. ulp is 2^-10 of the binade, from 2^-14 up, and of 2^127 for Inf, for 0 times Inf is no
+    number; r 2^-26 is a difference of two numbers that have r in their last bits. Two elements at a
+    time: their conversion is one instruction.
     """
     return tl.inline_asm_elementwise(
         """
@@ -73,6 +74,8 @@ def stochastic_half(x, random):
         .reg .b32 a0, a1, r0, r1;
         and.b32 a0, $1, 0x7f800000;
         and.b32 a1, $2, 0x7f800000;
+        min.s32 a0, a0, 0x7f000000;
+        min.s32 a1, a1, 0x7f000000;
         max.s32 a0, a0, 0x38800000;
         max.s32 a1, a1, 0x38800000;
         lop3.b32 a0, a0, $1, 0x80000000, 0xf8;
