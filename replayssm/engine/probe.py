@@ -84,8 +84,9 @@ class StateProbe:
     # -- gates -------------------------------------------------------------------------------------
     def advance(self, tokens: int) -> None:
         """Count the window of `tokens` tokens that was just run."""
-        layers = self._session.layer_indices
-        decays = torch.cat([self._decays[layer, tokens] for layer in layers], dim=-1).double()
+        layers, device = self._session.layer_indices, self._session.adapter.device
+        decays = [self._decays[layer, tokens].to(device) for layer in layers]  # of several devices
+        decays = torch.cat(decays, dim=-1).double()
         self._window = tokens
         if not self._sums:
             self._sums = self._empty(decays[:, 0])

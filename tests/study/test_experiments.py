@@ -1,15 +1,21 @@
 """The packaged configurations load; those for real models run on tiny ones of their class."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from test_real_model import folder  # noqa: F401  (a fixture)
 
 from replayssm import cli
+from replayssm.engine.graphs import StepGraphs
 from replayssm.study.attribution import needed_policies
-from replayssm.study.config import load_spec
+from replayssm.study.config import from_mapping, load_spec
 from replayssm.study.report import load_records
+from replayssm.study.runner import run_study
 from replayssm.study.spec import is_stochastic
+from replayssm.study.store import read_json
+from replayssm.study.subject import ModelSubject
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 DRIFT = sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if not p.stem.startswith("tasks"))
@@ -55,6 +61,38 @@ def test_a_real_models_experiment_runs_on_a_checkpoint_of_its_class(
     assert labels == [policy.label for policy in load_spec(str(config)).policies]
     assert record.summary["controls"]["second_fp32_kl_max"] == 0.0
     assert record.summary["refresh"] and record.summary["states"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h"])
+def test_a_model_on_two_gpus_gives_the_records_of_one(
+    folder,  # noqa: F811
+    tiny_model,
+    tmp_path,
+    monkeypatch,
+    model,
+):
+    """Eager on both; the same kernels on the same rows give the same numbers."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(StepGraphs, "_look_for_obstacle", lambda self, cache: "a test")
+    layers = [
+        name
+        for name, _ in tiny_model(model).named_modules()
+        if name.endswith(("layers.1", "layers.2"))
+    ]
+    halves = {"": 0} | dict.fromkeys(layers, 1)
+    study = {"policies": ["fp32", "fp16-sr+nvfp4"], "prompts": 2, "tokens": 96, "prefill": 24}
+    study |= {"models": [folder(model)], "states": "log", "controls": {"refresh": [64]}}
+    study["controls"]["refresh_policies"] = ["fp16-sr+nvfp4"]
+    study = from_mapping(study, name="two", where="test")
+    kl = []
+    for device_map in (None, halves):
+        open_subject = partial(ModelSubject, dtype="float32", device="cuda", device_map=device_map)
+        out = tmp_path / str(len(kl))
+        (result,) = run_study(study, out=out, open_subject=open_subject, progress=False)
+        kl.append(read_json(result.folder.summary_path)["arms"])
+    assert kl[0] == kl[1]
 
 
 def test_the_attribution_experiment_holds_what_it_says():
