@@ -1,9 +1,9 @@
 """Generating for many requests at once: lanes that are refilled as soon as a sequence ends.
 
 Owns the lanes of a batch, when a sequence ends, and in which lane the next one starts. Must not
-know tasks, text or scoring. Sequences in a batch have different lengths and are never padded: the
-prompt of each is run on its own, attention runs each over its own keys (`models.lanes`), and the
-recurrent state has one cursor a row. The number of lanes never changes during a run, so a
+know tasks, text or scoring. Sequences in a batch have different lengths, and no padding reaches one:
+prompts are run together as far as whole windows go (`prefills`), attention runs each over its own
+keys (`models.lanes`), and the recurrent state has one cursor a row. The number of lanes never changes during a run, so a
 sequence's tokens do not depend on which others run beside it, in which order, or where it stands;
 in FP32 on the CPU, nor on how many lanes there are (a multiple of 8: rows in the tail of a matrix
 product would be summed in another order).
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.lockstep import ROW_MULTIPLE
-from replayssm.engine.prefills import PrefillCache
+from replayssm.engine.prefills import MOST_TOGETHER, PrefillCache
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
@@ -35,6 +35,9 @@ from replayssm.policy import PrecisionPolicy
 
 # Steps before one is captured as a graph: a few answers are done by then.
 _PATIENCE = 4
+
+# Prompts read under the policy side by side: with many more, most rows would wait for the longest.
+_MOST_READ = 64
 
 # A sixteenth of the lanes may stand free until they are refilled together.
 _LANES_PER_REFILL = 16
@@ -62,6 +65,11 @@ class Request:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.sequence < 1 << 32:
             raise ValueError(f"sequence must be in [0, 2^32), got {self.sequence}")
+
+    @property
+    def room(self) -> int:
+        """Tokens it may become long."""
+        return len(self.prompt) + self.max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +136,10 @@ def generate_many(
         prefills: prompts that were run already; default: none are kept.
         graphs: whether steps are replayed from CUDA graphs: "auto", "on" or "off" (`graphs.py`).
 
-    Raises ValueError if prompt and new tokens exceed the model's positions (when the request is
-    reached: check all of them first), or if logits or states (NonFiniteStateError) are not finite.
+    All requests are taken before the first token is generated.
+
+    Raises ValueError if prompt and new tokens exceed the model's positions (some answers may have
+    come by then: check all requests first), or if logits or states (NonFiniteStateError) are not finite.
     """
     for name, value in (("lanes", lanes), ("prefill", 1 if prefill is None else prefill)):
         if value < 1:
@@ -240,11 +250,16 @@ class _Batch:
 
     # -- prompts -----------------------------------------------------------------------------------
     def prefilled(self, requests: Iterable[Request], prefills: PrefillCache) -> Iterator[_Row]:
-        """Each request after its whole prompt has been prefilled, on its own."""
-        for index, request in enumerate(requests):
+        """Each request after its whole prompt has been prefilled; those that may become longest
+        first: storage for all is there when steps are captured as graphs.
+        """
+        ordered = sorted(enumerate(requests), key=lambda item: -item[1].room)
+        for _, request in ordered:
+            self._adapter.check_length(request.room)
+        together = min(len(self.lanes), MOST_TOGETHER)
+        run = prefills.run_many([request.prompt for _, request in ordered], together=together)
+        for (index, request), (prompt, logits) in zip(ordered, run, strict=True):
             length = len(request.prompt)
-            self._adapter.check_length(length + request.max_new_tokens)
-            prompt, logits = prefills.run(request.prompt)
             self._open(prompt)
             yield _Row(
                 lane=_Lane(index=index, request=request, position=length),
@@ -256,23 +271,26 @@ class _Batch:
     def read(self, requests: Iterable[Request], prefill: int) -> Iterator[_Row]:
         """Each request after its prompt has been read under the policy, as far as whole windows go.
 
-        As many prompts as there are lanes are read together, longest last. They start together and
-        a row is taken out at its last whole window, so what the shorter rows read beyond their end
-        reaches nobody.
+        As many prompts as there are lanes are read together, but no more than _MOST_READ, longest
+        last. They start together and a row is taken out at its last whole window, so what the
+        shorter rows read beyond their end reaches nobody.
         """
+        width = min(len(self.lanes), _MOST_READ)
         ordered = sorted(enumerate(requests), key=lambda item: len(item[1].prompt))
         # Rows start together, so a prompt that is shorter than `prefill` starts with its likes.
         for first, alike in groupby(ordered, lambda item: min(prefill, len(item[1].prompt) - 1)):
             if first < 1:
                 raise ValueError("a prompt of which a part is read needs at least two tokens")
             together = list(alike)
-            for start in range(0, len(together), len(self.lanes)):
-                yield from self._read_group(together[start : start + len(self.lanes)], first)
+            for start in range(0, len(together), width):
+                yield from self._read_group(together[start : start + width], first, width)
 
-    def _read_group(self, group: list[tuple[int, Request]], first: int) -> Iterator[_Row]:
+    def _read_group(
+        self, group: list[tuple[int, Request]], first: int, width: int
+    ) -> Iterator[_Row]:
         window = self._policy.ring_len * max(1, 16 // self._policy.ring_len)
         rows = [request for _, request in group]
-        rows += [rows[0]] * (len(self.lanes) - len(rows))
+        rows += [rows[0]] * (width - len(rows))
         longest = max(len(request.prompt) for request in rows)
         padded = [[*request.prompt, *[0] * longest][:longest] for request in rows]
         tokens = torch.tensor(padded, device=self._adapter.device)
@@ -296,7 +314,7 @@ class _Batch:
             self._adapter.config,
             cache_tensors(stream.cache),
             rows=[row],
-            capacity=len(request.prompt) + request.max_new_tokens,
+            capacity=request.room,
         )
         return _Row(
             lane=_Lane(index=index, request=request, position=at, unread=list(request.prompt[at:])),
@@ -307,7 +325,7 @@ class _Batch:
 
     def _stream(self, requests: Sequence[Request], capacity: int) -> Stream:
         for request in requests:
-            self._adapter.check_length(len(request.prompt) + request.max_new_tokens)
+            self._adapter.check_length(request.room)
         return Stream(
             self._adapter,
             [self._group([request.sequence for request in requests])],
@@ -349,9 +367,7 @@ class _Batch:
         for place, row in zip(places, rows, strict=True):
             if row.tensors is not None:
                 self._session.put_row(place, row.tensors)
-            request = row.lane.request
-            room = len(request.prompt) + request.max_new_tokens
-            self._cache.put(place, row.cache, room=room)
+            self._cache.put(place, row.cache, room=row.lane.request.room)
             self.lanes[place] = row.lane
 
     def end(self, index: int) -> None:

@@ -46,7 +46,7 @@ class Stream:
         backend: str = "auto",
         graphs: str = "auto",
     ):
-        self.adapter = adapter
+        self.adapter, self._backend = adapter, backend
         self.session = ReplaySession(adapter, groups, backend=backend)
         self.graphs = StepGraphs(self.session, mode=graphs)
         self.source = list(source)
@@ -65,6 +65,20 @@ class Stream:
                 )
                 self.position += chunk.shape[1]
         return logits[:, -1]
+
+    def fork(self, row: int, *, capacity: int) -> "Stream":
+        """A stream of row `row` alone, in prefill as this one is, with copies of its tensors.
+
+        capacity: tokens it has room for (more make it grow).
+        """
+        group = RowGroup(policy=self.session.groups[0].policy, sequences=(0,), seeds=(0,))
+        other = Stream(self.adapter, [group], source=[0], capacity=capacity, backend=self._backend)
+        other.session.load_prefill(self.session.prefill_states(), row=row)
+        other.cache = filled_cache(
+            self.adapter.config, cache_tensors(self.cache), rows=[row], capacity=capacity
+        )
+        other.position = self.position
+        return other
 
     def hand_over(self) -> None:
         """End prefill: every row goes on under its own policy."""

@@ -246,6 +246,15 @@ class ReplaySession:
         assert not self.decoding, "prefill has ended"
         return [(state.tokens, state.prefill_state) for state in self._layers]
 
+    def load_prefill(self, prefilled: list[tuple[int, Tensor | None]], *, row: int) -> None:
+        """Go on in prefill as the only row, from a copy of row `row` of `prefilled` (from
+        `prefill_states`).
+        """
+        assert not self.decoding and self.rows == 1
+        for state, (tokens, states) in zip(self._layers, prefilled, strict=True):
+            state.tokens = tokens
+            state.prefill_state = None if states is None else states[row : row + 1].clone()
+
     def hand_over(
         self, prefilled: list[tuple[int, Tensor | None]], *, source: Sequence[int]
     ) -> None:

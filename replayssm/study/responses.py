@@ -71,11 +71,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One answer that is wanted: the whole prompt, its question's digest, and which sample."""
+    """One answer that is wanted: the whole prompt, its question's digest, and which sample.
+
+    tokens: what `Responder.encode` makes of the text, where that is known already.
+    """
 
     text: str
     question: str
     sample: int = 0
+    tokens: Sequence[int] | None = None
 
 
 class Responder:
@@ -112,10 +116,10 @@ class Responder:
             return self.tokenizer.encode(text, add_special_tokens=False)
         return self.tokenizer.encode(text)
 
-    def check(self, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+    def check(self, prompts: Sequence[Prompt], settings: Settings) -> list[Sequence[int]]:
         """Token ids of all prompts; ValueError if one of them cannot be answered in full."""
         limit = self.max_length
-        encoded = [self.encode(prompt.text) for prompt in prompts]
+        encoded = [self.encode(p.text) if p.tokens is None else p.tokens for p in prompts]
         for prompt, tokens in zip(prompts, encoded, strict=True):
             if not tokens:
                 raise ValueError(f"the prompt of question {prompt.question} is empty")

@@ -95,14 +95,15 @@ def load_task(
             tokenizer_name=chat.tokenizer_name if chat else "",
         )
     instances = task.instances
+    targets = [task.doc_to_target(instance.doc) for instance in instances]
     questions = tuple(
         Question(
             question=question_digest(request.name, instance.args[0]),
             document=instance.doc_id,
-            gold=_gold(request.name, kind, task.doc_to_target(instance.doc)),
+            gold=_gold(request.name, kind, target),
             group=instance.doc.get("group"),
         )
-        for instance in instances
+        for instance, target in zip(instances, targets, strict=True)
     )
     if kind == "letter":
         check_gold_letters(request.name, questions)
@@ -111,6 +112,8 @@ def load_task(
 
     def filters(index: int, answer: str) -> dict[str, float]:
         instance = instances[index]
+        # It would compile the template of the right answer again for every answer and filter.
+        task.doc_to_target = lambda *_: targets[index]
         scores = {}
         for ensemble in task._filters:
             instance.resps, instance.filtered_resps = [answer], {}
@@ -193,6 +196,7 @@ class _Evaluation:
                 enable_thinking=spec.enable_thinking,
             )
         self.tasks: list[LoadedTask] = []
+        self.prompts: list[list[Prompt]] = []  # of each task, one a question
         self.settings: list[Settings] = []
         for request in spec.tasks:
             task = load_task(request, limit=spec.limit_of(request), options=options, chat=chat)
@@ -203,7 +207,14 @@ class _Evaluation:
                 wanted |= {"do_sample": True, "temperature": spec.temperature}
             prefill = task.prefill if request.prefill is None else request.prefill
             settings = replace(Settings.from_kwargs(wanted, cap=DEFAULT_CAP), prefill=prefill)
-            self.responders[0].check(self._prompts(task, 1), settings)
+            asked = [
+                Prompt(text=text, question=question.question)
+                for text, question in zip(task.prompts, task.questions, strict=True)
+            ]
+            encoded = self.responders[0].check(asked, settings)  # takes a while: once for all arms
+            self.prompts.append(
+                [replace(p, tokens=tokens) for p, tokens in zip(asked, encoded, strict=True)]
+            )
             self.tasks.append(task)
             self.settings.append(settings)
         self.inputs = {
@@ -215,13 +226,6 @@ class _Evaluation:
         self.run_folder = TaskRun(
             self.out / "tasks" / spec.name / digest(self.document["identity"])[:12]
         )
-
-    def _prompts(self, task: LoadedTask, samples: int) -> list[Prompt]:
-        return [
-            Prompt(text=text, question=question.question, sample=sample)
-            for sample in range(samples)
-            for text, question in zip(task.prompts, task.questions, strict=True)
-        ]
 
     def _store(self, arm: int, task: int) -> SampleStore:
         """Keyed by all an answer depends on: model, policy, ring, seed, and how it is asked."""
@@ -299,7 +303,11 @@ class _Evaluation:
             disable=None if progress else True,
         ) as bar:
             for number, request in enumerate(self.spec.tasks):
-                prompts = self._prompts(self.tasks[number], self.spec.samples_of(request))
+                prompts = [
+                    replace(prompt, sample=sample)
+                    for sample in range(self.spec.samples_of(request))
+                    for prompt in self.prompts[number]
+                ]
                 prefills = PrefillCache(self.loaded.adapter, backend=self.backend)
                 for arm, described in enumerate(self.spec.arms()):
                     bar.set_description(f"{request.name}, {described.label}")

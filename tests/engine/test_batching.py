@@ -61,6 +61,41 @@ def test_order_neighbours_and_batch_size_change_no_bit(name, logits_seen):
             assert torch.equal(row, kept[where]), (where, lanes)
 
 
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_prompts_of_several_windows_do_not_depend_on_the_batch(name, logits_seen):
+    adapter = Adapter(tiny_model(name))
+    long = [
+        Request(prompt=[*r.prompt] * 9, max_new_tokens=5, sequence=r.sequence)
+        for r in requests(7, seed=7)
+    ]
+    assert {len(request.prompt) // 64 for request in long} == {0, 1}
+    first = run(adapter, long, lanes=8)
+    kept = dict(logits_seen)
+    for other, lanes in ((long[::-1], 1), (long[2:], 3), (long, 16)):
+        logits_seen.clear()
+        again = run(adapter, other, lanes=lanes)
+        assert again == {key: first[key] for key in again}
+        assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+    for request in long[:2]:
+        prompt, new = torch.tensor([request.prompt]), request.max_new_tokens
+        (alone,) = generate(adapter, prompt, FP32, max_new_tokens=new)
+        assert first[request.sequence][0] == alone.tokens
+
+
+def test_more_prompts_than_are_read_side_by_side(logits_seen, monkeypatch):
+    adapter, policy = Adapter(tiny_model("mamba2")), parse_policy("fp16-sr+nvfp4@4")
+    asked = [
+        Request(prompt=[*r.prompt] * 3, max_new_tokens=3, sequence=r.sequence)
+        for r in requests(13, seed=8)
+    ]
+    first = run(adapter, asked, policy, lanes=16, prefill=2)
+    kept = dict(logits_seen)
+    logits_seen.clear()
+    monkeypatch.setattr(batching, "_MOST_READ", 8)
+    assert run(adapter, asked, policy, lanes=16, prefill=2) == first
+    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize("policy", ["fp16-sr", "nvfp4", "fp8-sr+nvfp4@4"])
 def test_rounded_states_do_not_depend_on_the_batch_either(name, policy, logits_seen):
