@@ -1,12 +1,12 @@
 """Generating for many requests at once: lanes that are refilled as soon as a sequence ends.
 
 Owns the lanes of a batch, when a sequence ends, and in which lane the next one starts. Must not
-know tasks, text or scoring. Sequences in a batch have different lengths, and no padding reaches one:
-prompts are run together as far as whole windows go (`prefills`), attention runs each over its own
-keys (`models.lanes`), and the recurrent state has one cursor a row. The number of lanes never changes during a run, so a
-sequence's tokens do not depend on which others run beside it, in which order, or where it stands;
-in FP32 on the CPU, nor on how many lanes there are (a multiple of 8: rows in the tail of a matrix
-product would be summed in another order).
+know tasks, text or scoring. Sequences in a batch have different lengths, and no padding reaches
+one: prompts are run together as far as whole windows go (`prefills`), attention runs each over its
+own keys (`models.lanes`), and the recurrent state has one cursor a row. The number of lanes never
+changes during a run, so a sequence's tokens do not depend on which others run beside it, in which
+order, or where it stands; in FP32 on the CPU, nor on how many lanes there are (a multiple of 8:
+rows in the tail of a matrix product would be summed in another order).
 
 A prompt is prefilled with an FP32 state that is rounded once, as servers do. To see what a policy
 does to a long text, all but its first tokens can be read as decoding would read them, in windows of
@@ -136,10 +136,9 @@ def generate_many(
         prefills: prompts that were run already; default: none are kept.
         graphs: whether steps are replayed from CUDA graphs: "auto", "on" or "off" (`graphs.py`).
 
-    All requests are taken before the first token is generated.
-
-    Raises ValueError if prompt and new tokens exceed the model's positions (some answers may have
-    come by then: check all requests first), or if logits or states (NonFiniteStateError) are not finite.
+    Takes all requests at once. Raises ValueError if prompt and new tokens exceed the model's
+    positions (check all requests first: some may be answered by then), or if logits or states
+    (NonFiniteStateError) are not finite.
     """
     for name, value in (("lanes", lanes), ("prefill", 1 if prefill is None else prefill)):
         if value < 1:
