@@ -66,7 +66,13 @@ class ModelSubject:
         }
 
     def encode(self, text: str) -> list[int]:
-        return self._loaded.tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._loaded.tokenizer.encode(text, add_special_tokens=False)
+        size = self._loaded.adapter.vocab_size
+        if tokens and max(tokens) >= size:
+            raise ValueError(
+                f"the tokenizer gives token {max(tokens)}, and the model's vocabulary has {size}"
+            )
+        return tokens
 
     def costs(self, arm: Arm) -> dict[str, float]:
         """Bytes per state element (mean of all layers), and per token and sequence (sum of all)."""
