@@ -168,6 +168,33 @@ def arrive(cursors, slot, programs):
 
 
 @triton.jit
+def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
+    """Counts a program of a row, where `counts`: it needs the row's cursor no more.
+
+    Its threads must have that cursor: a branch that depends on it came before. Returns how many
+    were counted before, for `move_if_last`; nobody waits for it until then.
+    """
+    tl.debug_barrier()
+    thread = tl.arange(0, THREADS)  # addresses differ, or the compiler makes all wait for the first
+    return tl.atomic_add(
+        cursors.arrivals + slot + thread, 1, mask=(thread == 0) & counts, sem="relaxed"
+    )
+
+
+@triton.jit
+def move_if_last(cursors, slot, before, programs, pos, flushes, THREADS: tl.constexpr):
+    """Moves a row's cursor to `pos`, `flushes` (None: stays) if `before` says that all others of
+    its `programs` had been counted."""
+    thread = tl.arange(0, THREADS)
+    last = (thread == 0) & (before == programs - 1)
+    at = slot + thread
+    tl.store(cursors.arrivals + at, 0, mask=last)
+    tl.store(cursors.pos + at, pos, mask=last)
+    if flushes is not None:
+        tl.store(cursors.flushes + at, flushes, mask=last)
+
+
+@triton.jit
 def prefix_sums(v):
     """Sums over the first 1 ... A rows of v [A, C], FP32 [A, C].
 

@@ -24,6 +24,7 @@ from replayssm.ops import gated_delta, kimi_delta, mamba2, triton_common
 from replayssm.ops.gated_delta import triton_conventional as gated_delta_conventional
 from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
 from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
+from replayssm.ops.gated_delta import triton_launch as gated_delta_launch
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
 from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
@@ -39,7 +40,7 @@ from replayssm.ops.triton_common import new_cursors
 from replayssm.ops.triton_conventional import SWEEP
 from replayssm.policy import parse_policy
 
-ROWS = 4
+ROWS, MANY_ROWS = 4, 256
 SUPER = Mamba2Geometry(num_heads=128, head_dim=64, n_groups=8, d_state=128)
 NANO_4B = Mamba2Geometry(num_heads=96, head_dim=80, n_groups=8, d_state=128)
 QWEN_4B = GatedDeltaGeometry(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
@@ -160,7 +161,7 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
     all_slots = make_inputs(geometry, min(policy.ring_len, 32), dtype)
     read, both = read_copy or checkpoint, (checkpoint, read_copy)
     layer, parameters = {"layer": 3}, reference.parameters(one)
-    for name, call in (
+    calls = [
         ("decode", lambda: decode.decode(read, ring, policy, cursors, one)),
         ("step", lambda: decode.step(*both, ring, policy, cursors, one, **layer)),
         ("window", lambda: window.window(read, ring, policy, cursors, all_slots)),
@@ -171,7 +172,22 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
                 *both, ring, policy, cursors, parameters, **layer, rows=torch.ones(ROWS).bool()
             ),
         ),
-    ):
+    ]
+    if flush is gated_delta_flush:  # as for many rows: other kernels, or other tiles
+        constants = gated_delta_launch.sizes(gated_delta_launch.ring_argument(ring), policy)
+        large, full, token = (
+            gated_delta_launch.default_launch(kernel, policy, constants, MANY_ROWS)
+            for kernel in ("decode", "flush", "window")
+        )
+        calls += [
+            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=large)),
+            ("window", lambda: window.window(read, ring, policy, cursors, all_slots, launch=token)),
+            (
+                "flush",
+                lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer, launch=full),
+            ),
+        ]
+    for name, call in calls:
         with compiling((decode, window, flush, triton_common)) as results:
             call()
         for kernel in results:

@@ -22,7 +22,7 @@ from replayssm.ops.gated_delta.reference import (
 )
 from replayssm.ops.gated_delta.triton_decode import decode, step
 from replayssm.ops.gated_delta.triton_flush import flush
-from replayssm.ops.gated_delta.triton_launch import Launch
+from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
 from replayssm.ops.gated_delta.triton_window import window
 from replayssm.ops.triton_common import Cursors, commit, new_cursors
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
@@ -65,10 +65,10 @@ class Pool(NamedTuple):
         op = decode if inputs.q.shape[1] == 1 else window
         return op(self.read, self.ring, self.policy, self.cursors, inputs, launch=launch)
 
-    def step(self, inputs):
+    def step(self, inputs, **options):
         """Outputs of one token, committed; full rings flushed."""
         copies = (self.checkpoint, self.read_copy)
-        return step(*copies, self.ring, self.policy, self.cursors, inputs, layer=LAYER)
+        return step(*copies, self.ring, self.policy, self.cursors, inputs, layer=LAYER, **options)
 
     def commit(self, *accepted):
         commit(self.cursors, torch.tensor(accepted, device=DEVICE))
@@ -459,6 +459,73 @@ def test_step_is_decode_then_commit_then_flush(policy):
                     assert float((a[name] != b[name]).double().mean()) < 5e-3
         for name, tensor in other.tensors().items():
             tensor.copy_(one.tensors()[name])
+
+
+def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
+    """Outputs [3, tokens, ...] and the pool after steps of three rows that enter at different
+    times, one of them padding until token `live`; ring 5."""
+    pool = make_pool(policy, shape, ring_len=5, slots=(3, 0, 1), dtype=dtype)
+    inputs = inputs_for(shape, 3, tokens, ring=None if dtype == torch.float32 else dtype)
+    outputs = []
+    for t in range(tokens):
+        slots = torch.tensor([3, 0 if t >= 2 else -1, 1 if t >= live else -1], device=DEVICE)
+        now = pool._replace(cursors=pool.cursors._replace(slots=slots))
+        token = take_tokens(inputs, t, t + 1)
+        launch = Launch(block_v=power_of_two(shape["head_v_dim"]), num_warps=1)
+        outputs.append(now.step(token, launch=launch, flush_launch=launch, single=single))
+    return torch.cat(outputs, 1), pool
+
+
+@pytest.mark.parametrize(
+    "shape, policy",
+    [
+        ("small", "fp32"),
+        ("small", "fp16-sr"),
+        ("small", "int8-sr"),
+        ("small", "mxfp8"),
+        ("small", "nvfp4"),
+        ("small", "nvfp4-46"),
+        ("small", "fp32+fp32"),
+        ("small", "fp16-sr+nvfp4-sr"),
+        ("small", "fp32+nvfp4:update=read"),
+        ("r2-k96-v80", "fp16-sr"),
+        ("r2-k96-v80", "fp32+nvfp4"),
+    ],
+)
+def test_one_kernel_makes_the_step_that_several_make(policy, shape):
+    """The same outputs, codes, scales and cursors, over rows whose rings fill at different steps.
+
+    A compiler may form sums of the same tile in another order: then a code in a thousand differs.
+    """
+    shape = SMALL if shape == "small" else SHAPES[shape]
+    several, one = (
+        stepped(policy, shape, single=single, tokens=11, live=7) for single in (False, True)
+    )
+    assert relative(one[0], several[0]) < FP32_ACCURATE
+    for name in Cursors._fields[1:]:
+        got, want = (getattr(pool.cursors, name).tolist() for _, pool in (one, several))
+        assert got == want, name
+    assert one[1].cursors.flushes.tolist() == [1, 0, 0, 2] and not one[1].cursors.arrivals.any()
+    for name, want in several[1].bytes().items():
+        if not name.startswith("ring"):
+            got = one[1].tensors()[name]
+            if DEVICE == "cpu":
+                assert torch.equal(as_bytes(got), want), name
+            elif got.dtype == torch.float32:
+                assert relative(got, several[1].tensors()[name]) < FP32_ACCURATE, name
+            else:
+                assert float((as_bytes(got) != want).double().mean()) < 5e-3, name
+
+
+def test_a_step_without_room_gives_nan_and_writes_no_state():
+    for single in (False, True):
+        pool = make_pool("fp32", SMALL, ring_len=2)
+        pool.commit(2, 0)
+        before = pool.checkpoint.data.clone()
+        out = pool.step(inputs_for(SMALL, 2, 1), single=single)
+        assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
+        assert torch.equal(pool.checkpoint.data, before)
+        assert pool.cursors.pos.tolist() == [1, 0, 3]
 
 
 def test_only_rows_that_are_due_flush():

@@ -1,9 +1,8 @@
 """One token per row, T = 1: the state is read once, one record appended.
 
-Owns the decode kernel and its launchers. The state tile meets k and q in one pass, on CUDA cores:
-two products per element keep up with memory and round no operand. `decode` writes no state. `step`
-also commits the token and flushes the rows whose ring it fills, in launches of their own: a fold in
-this kernel would save one read of the state in L steps, and its registers would slow all of them.
+Owns the kernels of `decode` and `step` and their launchers. `decode` writes no state. `step` also
+commits the token and flushes the rows whose ring it fills: for few rows in one kernel, for many in
+launches of their own, because the registers of a fold would slow every step down.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 
@@ -22,34 +21,25 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_flush import commit_and_flush
+from replayssm.ops.gated_delta.triton_fold import fold_and_write
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
+    Ring,
     default_launch,
+    folding,
     line_columns,
     power_of_two,
     ring_argument,
+    single_launch,
     sizes,
     state_columns,
     state_width,
     token_argument,
     writes,
 )
-from replayssm.ops.gated_delta.triton_tiles import (
-    as_held,
-    decay,
-    last,
-    load_rows,
-    load_vector,
-)
-from replayssm.ops.quantize.layout import reads_words, stored
-from replayssm.ops.quantize.tiles import (
-    factor_of,
-    load_codes,
-    load_eighths,
-    times_vector,
-    unscaled_of,
-)
-from replayssm.ops.triton_common import Cursors
+from replayssm.ops.gated_delta.triton_token import one_token
+from replayssm.ops.quantize.layout import stored
+from replayssm.ops.triton_common import Cursors, Ticket, count_arrival, move_if_last
 from replayssm.policy import PrecisionPolicy
 
 
@@ -66,165 +56,92 @@ def decode_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
+    AHEAD: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of the state that are read at a time
-    KEYS: tl.constexpr,  # and of keys
+    COLUMNS: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of V, HV, B).
+    """Grid (tiles of V, HV, B). Constants: `one_token`."""
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    if slot < 0:
+        _no_token(out, row, tile, head, HV, V, BV)
+        return
+    count = tl.load(cursors.pos + slot).to(tl.int32)
+    one_token(
+        out, tokens, ring, cursors, read, row, slot, count, tile, head,
+        HK, HV, K, V, L, READ, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+    )  # fmt: skip
 
-    The state, whose place depends on the slot alone, is asked for first; then what depends on the
-    cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
-    Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
-    and warps meet once for both. Vectors come from memory in the layout that needs them.
+
+@triton.jit(do_not_specialize=["layer"])
+def step_kernel(
+    out, tokens, ring, cursors, read,  # as above
+    checkpoint,  # Stored
+    read_copy,  # Stored, or None
+    layer,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    READ: tl.constexpr,
+    CHECKPOINT: tl.constexpr,
+    READ_COPY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STATE_KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FULL: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    BL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    THREADS: tl.constexpr,  # of a program
+):  # fmt: skip
+    """Grid (tiles of V, HV, B). Constants: `one_token`, `fold_and_write`.
+
+    A program that finds that its token fills the ring folds it, with all that the ring holds for
+    its tile. A row's last program to finish moves its cursor, when all others have read it.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
-    in_v = value < V
-    in_rows = None if V % BV == 0 else in_v
-    out += (row * HV + head) * V + value
     if slot < 0:
-        tl.store(out, tl.zeros([BV], tl.float32), mask=in_v)
+        _no_token(out, row, tile, head, HV, V, BV)
         return
-
-    count = tl.load(cursors.pos + slot).to(tl.int32)
-    WORDS: tl.constexpr = reads_words(READ, K)
-    state_row = head * V + value
-    if WORDS:
-        state = load_codes(read, slot, state_row, in_rows, V, K, BK, READ)
+    pos = tl.load(cursors.pos + slot)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    before = one_token(
+        out, tokens, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
+        HK, HV, K, V, L, READ, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+    )  # fmt: skip
+    if pos != L - 1:
+        move_if_last(cursors, slot, before, programs, pos + 1, None, THREADS)
     else:
-        state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
-    key_head = head // (HV // HK)
-    k_at = tokens.k + row * tokens.k_row + key_head * K
-    q_at = tokens.q + row * tokens.q_row + key_head * K
-    g = tl.load(tokens.g + row * tokens.g_row + head)
-    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
-    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
-
-    past = record < count
-    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
-    keys = ring.k + (slot * HK + key_head) * L * K
-    first = (slot * HV + head) * L  # this head's oldest record
-    old_keys = _load_keys(keys, record, past, K, KEYS)
-    u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
-    g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
-
-    newest = record == count
-    from_keys = _keys_times(old_keys, newest, k_at, q_at, ring.k, K, BL, KEYS)
-    if WORDS:
-        k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
-        q_parts = load_eighths(q_at, K, BK // 8)
-        with_k = times_vector(state, k_parts, K, BK, READ)
-        with_q = times_vector(state, q_parts, K, BK, READ)
-        both = tl.join(with_k, with_q)  # [BV, 2]
-    else:
-        both = _parts_times(state, k_at, q_at, ring.k, K, BV, COLUMNS, READ)
-
-    log_decay = tl.cumsum(g_past, 0)
-    now = last(log_decay, BL) + g
-    weight = tl.where(newest, 1.0, decay(now, log_decay))
-    w_k, w_q = tl.split(from_keys * weight[:, None])  # [BL]; u_past is zero at the newest
-    both *= decay(now, 0.0)
-    both += tl.sum(tl.join(u_past * w_k[:, None], u_past * w_q[:, None]), 0)  # [BV, 2]
-    predicted, answer = tl.split(both)
-    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
-    u = beta * (v - predicted)  # [BV]
-    k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
-    answer = tl.where(fits, answer + u * k_q, float("nan"))
-    tl.store(out, answer, mask=in_v)
-
-    here = first + count
-    if fits:
-        tl.store(ring.u + here * V + value, u, mask=in_v)
-        if ring.v is not None:
-            tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
-        if tile == 0:
-            tl.store(ring.g + here, g)
-            if ring.beta is not None:
-                tl.store(ring.beta + here, beta)
-            if head % (HV // HK) == 0:
-                column = tl.arange(0, BK)
-                k = load_vector(k_at, column, ring.k, K)
-                at = keys + count * K + column
-                tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
+        tl.debug_barrier()  # the record is in memory
+        flushes = tl.load(cursors.flushes + slot)
+        sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
+        ticket = Ticket(row.to(tl.int32), slot, pos.to(tl.int32) + 1, flushes, sequence, seed)
+        # The ring is emptied here: what is solved for takes the place of its u.
+        solved = None if ring.v is None else ring.u + (slot * HV + head) * L * V
+        fold_and_write(
+            checkpoint, read_copy, layer, ring, cursors, solved, ticket, head, tile,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, 1, WHOLE, STATE_KEYS, KEYS, FULL,
+            PIECES, PIECE, BV, BK, BL,
+        )  # fmt: skip
+        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
+        move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
 
 
 @triton.jit
-def _load_keys(keys, record, past, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Past keys as they lie, in parts [BL, COLUMNS]."""
-    parts = ()
-    for start in tl.static_range(0, K, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        mask = past[:, None] & (column < K)[None, :]
-        at = keys + record[:, None] * K + column[None, :]
-        parts = parts + (tl.load(at, mask=mask, other=0.0),)
-    return parts
-
-
-@triton.jit
-def _keys_times(
-    parts, newest, k_at, q_at, ring_k, K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Products of the keys with k and q, [BL, 2]: of past ones and, at `newest`, of k itself.
-
-    k and q are read for every row of a part, in its layout: vectors would go through shared memory.
-    """
-    with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
-    for part in tl.static_range((K + COLUMNS - 1) // COLUMNS):
-        column = tl.broadcast_to((part * COLUMNS + tl.arange(0, COLUMNS))[None, :], [BL, COLUMNS])
-        k, q = load_vector(k_at, column, ring_k, K), load_vector(q_at, column, q_at, K)
-        old = tl.where(newest[:, None], k, parts[part].to(tl.float32))
-        with_k += old * k
-        with_q += old * q
-    return tl.sum(tl.join(with_k, with_q), 1)
-
-
-@triton.jit
-def _load_parts(
-    read, slot, row, in_rows,
-    V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """The state as it lies, in parts of 128 bytes a row, which eight lanes read: every further lane
-    would cost each row a shuffle. A row of K columns is K / COLUMNS rows."""
-    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    parts = ()
-    for part in tl.static_range(PARTS):
-        at = row * PARTS + part
-        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
-    return parts
-
-
-@triton.jit
-def _parts_times(
-    parts, k_at, q_at, ring_k,
-    K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """Products of the state with k and q, [BV, 2], one pass over the state."""
-    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
-    for part in tl.static_range(PARTS):
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        s = unscaled_of(parts[part], K // PARTS, COLUMNS, READ)
-        with_k += s * load_vector(k_at, column, ring_k, K)[None, :]
-        with_q += s * load_vector(q_at, column, q_at, K)[None, :]
-    return tl.sum(tl.join(with_k, with_q), 1) * factor_of(parts[0], READ)[:, None]
-
-
-@triton.jit
-def _held_parts(parts, source, ring):
-    """`as_held` of the eight vectors of `load_eighths`."""
-    return (
-        as_held(parts[0], source, ring),
-        as_held(parts[1], source, ring),
-        as_held(parts[2], source, ring),
-        as_held(parts[3], source, ring),
-        as_held(parts[4], source, ring),
-        as_held(parts[5], source, ring),
-        as_held(parts[6], source, ring),
-        as_held(parts[7], source, ring),
-    )
+def _no_token(out, row, tile, head, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Outputs of a padding row."""
+    value = tile * BV + tl.arange(0, BV)
+    tl.store(out + (row * HV + head) * V + value, tl.zeros([BV], tl.float32), mask=value < V)
 
 
 def decode(
@@ -264,12 +181,11 @@ def decode(
         cursors,
         stored(read),
         **constants,
-        READ=policy.read_storage,
+        **_reading(policy, ring, constants),
+        AHEAD=launch.ahead,
         **launch.options(),
         BV=launch.block_v,
         BK=state_width(policy, constants),
-        COLUMNS=state_columns(policy, constants),
-        KEYS=min(line_columns(8 * ring.k.element_size()), power_of_two(constants["K"])),
     )
     return out
 
@@ -285,14 +201,56 @@ def step(
     layer: int,
     launch: Launch | None = None,
     flush_launch: Launch | None = None,
+    single: bool | None = None,
 ) -> Tensor:
     """`decode`, then commit the token, then flush the rows whose ring it filled.
 
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
-    read copy. Other arguments, result and errors as in `decode` and `flush`.
+    read copy. `single`: whether one kernel does it all; None: for few rows it does, where waiting
+    for launches would take longer than the work; then `launch` is that kernel's. Other arguments,
+    result and errors as in `decode` and `flush`.
     """
-    writes(policy, checkpoint, read_copy)
+    storages = writes(policy, checkpoint, read_copy)
     read = checkpoint if read_copy is None else read_copy
-    out = decode(read, ring, policy, cursors, inputs, launch=launch)
-    commit_and_flush(checkpoint, read_copy, ring, policy, cursors, layer=layer, launch=flush_launch)
+    records = ring_argument(ring)
+    constants = sizes(records, policy)
+    alone = single_launch(policy, constants, len(cursors.slots))
+    if single is None:
+        single = alone is not None and launch is None and flush_launch is None
+    if not single:
+        out = decode(read, ring, policy, cursors, inputs, launch=launch)
+        commit_and_flush(
+            checkpoint, read_copy, ring, policy, cursors, layer=layer, launch=flush_launch
+        )
+        return out
+    launch = launch or alone
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    step_kernel[(launch.tiles(constants), constants["HV"], len(cursors.slots))](
+        out,
+        token_argument(inputs),
+        records,
+        cursors,
+        stored(read),
+        stored(checkpoint),
+        None if read_copy is None else stored(read_copy),
+        layer,
+        **constants,
+        **storages,
+        **_reading(policy, records, constants),
+        **folding(policy, records, constants),
+        THREADS=32 * launch.num_warps,
+        **launch.options(*storages.values()),
+        BV=launch.block_v,
+        BK=state_width(policy, constants),
+    )
     return out
+
+
+def _reading(policy: PrecisionPolicy, ring: Ring, constants: Mapping[str, int]) -> dict:
+    """Constants of `one_token`: storage, and columns that are read at a time."""
+    columns = line_columns(8 * ring.k.element_size())
+    return {
+        "READ": policy.read_storage,
+        "COLUMNS": state_columns(policy, constants),
+        "KEY_COLUMNS": min(columns, power_of_two(constants["K"])),
+    }

@@ -20,6 +20,7 @@ from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
+from replayssm.ops.triton_common import precision_of
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,12 +66,14 @@ class Launch:
         num_warps, num_stages: Triton's. Of warps at most one for 16 rows in `window`: its products
             feed each other, and Triton 3.6 then reads past an operand in shared memory.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
+        ahead: `decode` asks for all of a ring while the cursor is still on its way.
     """
 
     block_v: int
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
+    ahead: bool = False
 
     def tiles(self, constants: Mapping[str, int]) -> int:
         """Tiles of one head's state."""
@@ -95,15 +98,21 @@ class Launch:
 TABLE = {
     "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
     "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
+    "step": {32: (16, 4), 16: (16, 4), 8: (32, 4), 4: (128, 8)},
     "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
 _FEWEST_PROGRAMS = 256
+# One kernel does all of a step where so many warps do it, and where a tile fits in registers.
+_MOST_WARPS, _MOST_ROWS = 8192, 128
 
 
 def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
+    alone = single_launch(policy, constants, rows) if kernel == "decode" else None
+    if alone:
+        return replace(alone, ahead=True)
     # A flush that takes all tiles of a head in turn gains nothing by more of them.
     in_turn = kernel == "flush" and scales_heads(policy)
     launch = from_table(TABLE[kernel], policy, constants, rows, few=not in_turn)
@@ -130,6 +139,19 @@ def from_table(
         programs, block_v = programs * 2, block_v // 2
     options = dict(zip(("num_stages", "maxnreg"), more, strict=False))
     return Launch(block_v=block_v, num_warps=num_warps, **options)
+
+
+def single_launch(
+    policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
+) -> Launch | None:
+    """How one kernel does all of a step, or None where several do it faster."""
+    block_v, num_warps = TABLE["step"][_bits(policy.read_storage)]
+    whole = power_of_two(constants["V"])
+    if scales_heads(policy):
+        block_v, num_warps = whole, max(1, min(num_warps, whole // 16))
+    launch = Launch(block_v=min(block_v, whole), num_warps=num_warps)
+    few = rows * constants["HV"] * launch.tiles(constants) * num_warps <= _MOST_WARPS
+    return launch if few and launch.block_v <= _MOST_ROWS else None
 
 
 def scales_heads(policy: PrecisionPolicy) -> bool:
@@ -183,6 +205,19 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
         "V": v_dim,
         "L": ring_len,
         "BL": power_of_two(ring_len),
+    }
+
+
+def folding(
+    policy: PrecisionPolicy, ring: Ring, constants: Mapping[str, int]
+) -> dict[str, bool | int | str]:
+    """Constants of `triton_fold.fold_and_write`."""
+    return {
+        **pieces(policy.checkpoint, constants),
+        "WHOLE": scales_heads(policy),
+        "STATE_KEYS": precision_of(unscaled_dtype(policy.checkpoint), ring.k.dtype),
+        "KEYS": precision_of(ring.k.dtype, ring.k.dtype),
+        "FULL": precision_of(ring.u.dtype, ring.k.dtype),
     }
 
 

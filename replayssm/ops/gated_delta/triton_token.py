@@ -1,0 +1,226 @@
+"""One token of one state tile: its outputs, its record, and nothing else.
+
+Owns what `decode` and `step` kernels do with a token. The state tile meets k and q in one pass, on
+CUDA cores: two products per element keep up with memory and round no operand. Knows no launch, and
+of cursors only the record's number.
+
+Legend: triton_tiles.py.
+"""
+
+import triton
+import triton.language as tl
+
+from replayssm.ops.gated_delta.triton_tiles import (
+    as_held,
+    decay,
+    last,
+    load_rows,
+    load_vector,
+)
+from replayssm.ops.quantize.layout import reads_words
+from replayssm.ops.quantize.tiles import (
+    factor_of,
+    load_codes,
+    load_eighths,
+    times_vector,
+    unscaled_of,
+)
+from replayssm.ops.triton_common import count_arrival
+
+
+@triton.jit
+def one_token(
+    out,  # [B, HV, V] FP32
+    tokens,  # Tokens
+    ring,  # Ring
+    cursors,  # Cursors
+    read,  # Stored
+    row,
+    slot,
+    count,  # committed records, [] int32
+    tile,
+    head,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    READ: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether to load records before `count` says which exist
+    COMMIT: tl.constexpr,  # threads of a program whose caller commits the token, and folds a ring
+    # that it fills; None: it does neither
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    BL: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the state that are read at a time
+    KEY_COLUMNS: tl.constexpr,  # and of keys
+):
+    """Outputs of V rows `tile` of a head, and their share of the record.
+
+    With COMMIT, returns what `count_arrival` does, of rows whose ring does not fill; and a program
+    that fills a ring writes all of the record, so that it can read it back.
+
+    The state, whose place depends on the slot alone, is asked for first; then what depends on the
+    cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
+    With few rows memory is idle and time is latency: AHEAD reads all L slots of the ring while the
+    cursor is still on its way, and leaves out those past it afterwards.
+    Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
+    and warps meet once for both. Vectors come from memory in the layout that needs them.
+    """
+    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    in_v = value < V
+    in_rows = None if V % BV == 0 else in_v
+    WORDS: tl.constexpr = reads_words(READ, K)
+    state_row = head * V + value
+    if WORDS:
+        state = load_codes(read, slot, state_row, in_rows, V, K, BK, READ)
+    else:
+        state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
+    key_head = head // (HV // HK)
+    k_at = tokens.k + row * tokens.k_row + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
+    g = tl.load(tokens.g + row * tokens.g_row + head)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
+
+    past = record < count
+    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
+    asked = record < L if AHEAD else past
+    keys = ring.k + (slot * HK + key_head) * L * K
+    first = (slot * HV + head) * L  # this head's oldest record
+    old_keys = _load_keys(keys, record, asked, K, KEY_COLUMNS)
+    u_past = load_rows(ring.u + first * V, record, V, asked, value, in_v)  # [BL, BV]
+    g_past = tl.load(ring.g + first + record, mask=asked, other=0.0)  # [BL]
+    if AHEAD:
+        tl.debug_barrier()  # the compiler would move loads to where they are used
+        u_past = tl.where(past[:, None], u_past, 0.0)
+        g_past = tl.where(past, g_past, 0.0)
+
+    newest = record == count
+    from_keys = _keys_times(old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD)
+    before = 0
+    if COMMIT is not None:
+        before = count_arrival(cursors, slot, count != L - 1, COMMIT)
+    if WORDS:
+        k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
+        q_parts = load_eighths(q_at, K, BK // 8)
+        with_k = times_vector(state, k_parts, K, BK, READ)
+        with_q = times_vector(state, q_parts, K, BK, READ)
+        both = tl.join(with_k, with_q)  # [BV, 2]
+    else:
+        both = _parts_times(state, k_at, q_at, ring.k, K, BV, COLUMNS, READ)
+
+    log_decay = tl.cumsum(g_past, 0)
+    now = last(log_decay, BL) + g
+    weight = tl.where(newest, 1.0, decay(now, log_decay))
+    w_k, w_q = tl.split(from_keys * weight[:, None])  # [BL]; u_past is zero at the newest
+    both *= decay(now, 0.0)
+    both += tl.sum(tl.join(u_past * w_k[:, None], u_past * w_q[:, None]), 0)  # [BV, 2]
+    predicted, answer = tl.split(both)
+    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
+    u = beta * (v - predicted)  # [BV]
+    k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
+    answer = tl.where(fits, answer + u * k_q, float("nan"))
+    tl.store(out + (row * HV + head) * V + value, answer, mask=in_v)
+
+    here = first + count
+    if fits:
+        tl.store(ring.u + here * V + value, u, mask=in_v)
+        if ring.v is not None:
+            tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
+        first_tile, first_head = tile == 0, head % (HV // HK) == 0
+        if (
+            COMMIT is not None
+        ):  # programs read what others would store: each stores it, the same bits
+            first_tile |= count == L - 1
+            first_head |= count == L - 1
+        if first_tile:
+            tl.store(ring.g + here, g)
+            if ring.beta is not None:
+                tl.store(ring.beta + here, beta)
+            if first_head:
+                column = tl.arange(0, BK)
+                k = load_vector(k_at, column, ring.k, K)
+                at = keys + count * K + column
+                tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
+    return before
+
+
+@triton.jit
+def _load_keys(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Keys as they lie, in parts [BL, COLUMNS]."""
+    parts = ()
+    for start in tl.static_range(0, K, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask = asked[:, None] & (column < K)[None, :]
+        at = keys + record[:, None] * K + column[None, :]
+        parts = parts + (tl.load(at, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _keys_times(
+    parts, past, newest, k_at, q_at, ring_k,
+    K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Products of the keys with k and q, [BL, 2]: of past ones and, at `newest`, of k itself.
+
+    k and q are read for every row of a part, in its layout: vectors would go through shared memory.
+    """
+    with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
+    for part in tl.static_range((K + COLUMNS - 1) // COLUMNS):
+        column = tl.broadcast_to((part * COLUMNS + tl.arange(0, COLUMNS))[None, :], [BL, COLUMNS])
+        k, q = load_vector(k_at, column, ring_k, K), load_vector(q_at, column, q_at, K)
+        old = parts[part].to(tl.float32)
+        if AHEAD:
+            old = tl.where(past[:, None], old, 0.0)
+        old = tl.where(newest[:, None], k, old)
+        with_k += old * k
+        with_q += old * q
+    return tl.sum(tl.join(with_k, with_q), 1)
+
+
+@triton.jit
+def _load_parts(
+    read, slot, row, in_rows,
+    V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """The state as it lies, in parts of 128 bytes a row, which eight lanes read: every further lane
+    would cost each row a shuffle. A row of K columns is K / COLUMNS rows."""
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        at = row * PARTS + part
+        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
+    return parts
+
+
+@triton.jit
+def _parts_times(
+    parts, k_at, q_at, ring_k,
+    K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Products of the state with k and q, [BV, 2], one pass over the state."""
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        s = unscaled_of(parts[part], K // PARTS, COLUMNS, READ)
+        with_k += s * load_vector(k_at, column, ring_k, K)[None, :]
+        with_q += s * load_vector(q_at, column, q_at, K)[None, :]
+    return tl.sum(tl.join(with_k, with_q), 1) * factor_of(parts[0], READ)[:, None]
+
+
+@triton.jit
+def _held_parts(parts, source, ring):
+    """`as_held` of the eight vectors of `load_eighths`."""
+    return (
+        as_held(parts[0], source, ring),
+        as_held(parts[1], source, ring),
+        as_held(parts[2], source, ring),
+        as_held(parts[3], source, ring),
+        as_held(parts[4], source, ring),
+        as_held(parts[5], source, ring),
+        as_held(parts[6], source, ring),
+        as_held(parts[7], source, ring),
+    )
