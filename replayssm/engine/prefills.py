@@ -1,14 +1,15 @@
 """Prompts that are run once for many policies and samples, and many at a time.
 
-Owns prefilled prompts, how many of them are kept, and which are run together. Must not know what
+Owns prefilled prompts, how many of them are kept, and how many are run together. Must not know what
 continues them. A prefill rounds nothing, so its state and logits are the same for every policy,
 seed and sample.
 
 Prompts have different lengths, and a recurrent state must not see padding. Those that are run
-together read windows of WINDOW tokens side by side, from their first token on; each is taken out
-at its last whole window and reads the rest on its own. So what it computes depends on its own
-tokens, and on a GPU on `together`, which rows are filled up to: libraries choose how to multiply by
-the number of rows. (On the CPU whole windows are enough for equal bits, see `lockstep.py`.)
+together stand at positions of their own (`models.lanes`). A prompt reads its first tokens in
+windows of 1, 2, 4 .. as the bits of its length say, and the others in whole windows; a row that
+does not take part in a window is put back to where it was. So what a prompt computes depends on its
+own tokens, and on a GPU on `together`, which rows are filled up to: libraries choose how to
+multiply by the number of rows. (On the CPU a multiple of 8 is enough, see `lockstep.py`.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +17,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from replayssm.engine.lockstep import ROW_MULTIPLE
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
 from replayssm.models.kv_cache import cache_tensors
+from replayssm.models.lanes import LaneCache, reads_windows
 from replayssm.models.session import RowGroup
 from replayssm.policy import parse_policy
 
 WINDOW = 64
-"""Tokens read at once by prompts that are run together."""
+"""Tokens of a whole window; a power of two."""
 
-MOST_TOGETHER = 32
+MOST_TOGETHER = 128
 """Prompts run together: a pass over so many takes a GPU about as long as one over a single one."""
 
 _GIB = 1 << 30
 
-
-def fills_rows(device: torch.device) -> bool:
-    """Whether the number of rows decides how this device multiplies."""
-    return device.type == "cuda"
+_Key = tuple[int, ...]
+_Done = tuple[Stream, Tensor]
 
 
 class PrefillCache:
@@ -50,7 +51,7 @@ class PrefillCache:
         if max_bytes is None:
             max_bytes = (8 if adapter.device.type == "cuda" else 1) * _GIB
         self._adapter, self._backend, self._room = adapter, backend, max_bytes
-        self._kept: dict[tuple[int, ...], tuple[Stream, Tensor]] = {}
+        self._kept: dict[_Key, _Done] = {}
 
     def run(self, prompt: Sequence[int]) -> tuple[Stream, Tensor]:
         """One prompt, on its own."""
@@ -59,73 +60,136 @@ class PrefillCache:
     def run_many(
         self, prompts: Sequence[Sequence[int]], *, together: int
     ) -> Iterator[tuple[Stream, Tensor]]:
-        """Each prompt in turn, up to `together` of them run at a time: best sorted by length.
+        """Each prompt in turn, up to `together` (1, or a multiple of 8) of them run at a time: best
+        sorted by length.
 
-        Layers of experts group the rows of an expert, and so would let a prompt's neighbours
-        decide the order of its sums: such models run every prompt on its own.
+        A prompt is run on its own where layers of experts group the rows of an expert, and so would
+        let its neighbours decide the order of its sums, and where a person chose an attention
+        function that takes no rows of different lengths.
         """
-        if self._adapter.has_experts:
+        if self._adapter.has_experts or not reads_windows(self._adapter):
             together = 1
+        assert together == 1 or together % ROW_MULTIPLE == 0
+        rows = None
         for start in range(0, len(prompts), together):
             group = [tuple(prompt) for prompt in prompts[start : start + together]]
-            begun = {} if together == 1 else self._begin(group, together)
+            waiting = list(dict.fromkeys(key for key in group if key not in self._kept))
+            if together == 1 or not waiting:
+                done = {key: self._run_alone(key) for key in waiting}
+            else:
+                rows = rows or _Rows(self._adapter, _count(self._adapter, waiting, together))
+                done = rows.run(waiting, self._backend)
             for key in group:
-                if key not in self._kept:
-                    done = self._finish(key, *begun.get(key, (None, None)))
-                    if key in begun:
-                        begun[key] = done  # for an equal prompt
-                    self._keep(key, *done)
-                    yield done
-                else:
-                    yield self._kept[key]
+                if key in done:
+                    self._keep(key, *done[key])
+                yield done[key] if key in done else self._kept[key]
 
-    def _stream(self, rows: int) -> Stream:
-        # The policy is never used: nothing is handed over.
-        group = RowGroup(policy=parse_policy("fp32"), sequences=(0,) * rows, seeds=(0,) * rows)
-        return Stream(self._adapter, [group], source=range(rows), capacity=0, backend=self._backend)
+    def _run_alone(self, key: _Key) -> _Done:
+        stream = _stream(self._adapter, 1, self._backend)
+        return stream, stream.prefill(torch.tensor([key]))[0]
 
-    def _begin(
-        self, group: Sequence[tuple[int, ...]], together: int
-    ) -> dict[tuple[int, ...], tuple[Stream, Tensor]]:
-        """Every prompt of `group` that is not kept and has a whole window, after its last one, with
-        the logits there.
-        """
-        waiting = {key for key in group if key not in self._kept and len(key) >= WINDOW}
-        if not waiting:
-            return {}
-        rows = sorted(waiting)
-        count = together if fills_rows(self._adapter.device) else len(rows)
-        longest = max(map(len, rows))
-        padded = [[*key, *[0] * longest][:longest] for key in rows]
-        padded += [padded[0]] * (count - len(rows))
-        tokens = torch.tensor(padded, device=self._adapter.device)
-        stream, begun = self._stream(count), {}
-        while waiting:
-            window = tokens[:, stream.position : stream.position + WINDOW]
-            logits = stream.prefill(window)
-            for row, key in enumerate(rows):
-                if key in waiting and len(key) - stream.position < WINDOW:
-                    waiting.remove(key)
-                    # Of logits, too, a copy: not of all rows, as long as one is kept.
-                    begun[key] = stream.fork(row, capacity=len(key)), logits[row].clone()
-        return begun
-
-    def _finish(
-        self, key: tuple[int, ...], stream: Stream | None, logits: Tensor | None
-    ) -> tuple[Stream, Tensor]:
-        """`stream` (None: a new one) after the tokens of `key` that it has not read, and its last
-        logits.
-        """
-        stream = stream or self._stream(1)
-        rest = key[stream.position :]
-        if rest:
-            logits = stream.prefill(torch.tensor([rest]))[0]
-        return stream, logits
-
-    def _keep(self, key: tuple[int, ...], stream: Stream, logits: Tensor) -> None:
+    def _keep(self, key: _Key, stream: Stream, logits: Tensor) -> None:
+        if key in self._kept:
+            return
         tensors = [*cache_tensors(stream.cache).values()]
         tensors += [state for _, state in stream.session.prefill_states() if state is not None]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if size <= self._room:
             self._room -= size
             self._kept[key] = stream, logits
+
+
+class _Rows:
+    """Rows that read prompts side by side, `count` at most at a time."""
+
+    def __init__(self, adapter: Adapter, count: int):
+        self._adapter, self._count = adapter, count
+        like = _stream(adapter, 1, "reference")
+        like.prefill(torch.zeros(1, 1, dtype=torch.int64))
+        self._lanes = LaneCache(adapter, like.cache, count, experts_by_row=False)
+        self._session = _stream(adapter, count, "reference").session
+        self._start = like.session.prefill_states()
+
+    def run(self, keys: Sequence[_Key], backend: str) -> dict[_Key, _Done]:
+        """Every prompt of `keys`, at most as many as there are rows, after its last token."""
+        self._session.load_prefill(
+            [(n, s.new_zeros(self._count, *s.shape[1:])) for n, s in self._start]
+        )
+        for states in self._convolutions():
+            states.zero_()
+        at = torch.zeros(self._count, dtype=torch.int64)
+        ends = torch.tensor([*map(len, keys), *[0] * (self._count - len(keys))])
+        text = torch.zeros(self._count, int(ends.max()) + WINDOW, dtype=torch.int64)
+        for row, key in enumerate(keys):
+            text[row, : len(key)] = torch.tensor(key)
+        done: dict[_Key, _Done] = {}
+        window = 1
+        while len(done) < len(keys):
+            whole = window == WINDOW
+            takes_part = ends - at >= WINDOW if whole else ends & window > 0
+            if takes_part.any():
+                tokens = text.gather(1, at[:, None] + torch.arange(window))
+                logits = self._read(tokens, at, takes_part)
+                at = torch.where(takes_part, at + window, at)
+                self._lanes.seek(at.tolist())
+                for row in (takes_part & (at == ends)).nonzero()[:, 0].tolist():
+                    done[keys[row]] = self._take(row, int(at[row]), backend), logits[row].clone()
+            window = min(2 * window, WINDOW)
+        return done
+
+    def _read(self, tokens: Tensor, at: Tensor, takes_part: Tensor) -> Tensor:
+        """Read `tokens` [rows, T] at `at`; rows that take no part are left as they were. Logits of
+        the last token, [rows, V].
+        """
+        self._lanes.seek(at.tolist())
+        before = self._session.prefill_states()
+        convolutions = [states.clone() for states in self._convolutions()]
+        with self._session:
+            tokens = tokens.to(self._adapter.device)
+            logits = self._lanes.read(tokens, last_only=True)[:, -1]
+        if not takes_part.all():  # keys beyond where a row stands are overwritten by its next
+            after = self._session.prefill_states()
+            self._session.load_prefill(
+                [
+                    (n, _chosen(takes_part, s, b))
+                    for (n, s), (_, b) in zip(after, before, strict=True)
+                ]
+            )
+            for states, old in zip(self._convolutions(), convolutions, strict=True):
+                states.copy_(_chosen(takes_part, states, old))
+        return logits
+
+    def _convolutions(self) -> list[Tensor]:
+        tensors = cache_tensors(self._lanes.cache)
+        return [tensor for name, tensor in tensors.items() if ".conv." in name]
+
+    def _take(self, row: int, position: int, backend: str) -> Stream:
+        stream = _stream(self._adapter, 1, backend)
+        stream.adopt(
+            self._lanes.take(row, tokens=position),
+            [(position, s[row : row + 1].clone()) for _, s in self._session.prefill_states()],
+        )
+        return stream
+
+
+def fills_rows(device: torch.device) -> bool:
+    """Whether the number of rows decides how this device multiplies."""
+    return device.type == "cuda"
+
+
+def _count(adapter: Adapter, keys: Sequence[_Key], together: int) -> int:
+    """Rows for `keys` and for groups that are not larger."""
+    if fills_rows(adapter.device):
+        return together
+    return -(-len(keys) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _stream(adapter: Adapter, rows: int, backend: str) -> Stream:
+    # The policy is never used: nothing is handed over.
+    group = RowGroup(policy=parse_policy("fp32"), sequences=(0,) * rows, seeds=(0,) * rows)
+    return Stream(adapter, [group], source=range(rows), capacity=0, backend=backend)
+
+
+def _chosen(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Rows of `new` where `rows` (bool [B], on the CPU) says so, else of `old`."""
+    return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old)

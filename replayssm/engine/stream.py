@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replayssm.engine.graphs import StepGraphs
 from replayssm.models.adapter import Adapter
-from replayssm.models.kv_cache import cache_tensors, filled_cache
+from replayssm.models.kv_cache import Cache, cache_tensors, filled_cache
 from replayssm.models.session import ReplaySession, RowGroup
 
 # Tokens a prefill pass reads at once: a long prompt must not need all its activations together.
@@ -46,7 +46,7 @@ class Stream:
         backend: str = "auto",
         graphs: str = "auto",
     ):
-        self.adapter, self._backend = adapter, backend
+        self.adapter = adapter
         self.session = ReplaySession(adapter, groups, backend=backend)
         self.graphs = StepGraphs(self.session, mode=graphs)
         self.source = list(source)
@@ -66,19 +66,12 @@ class Stream:
                 self.position += chunk.shape[1]
         return logits[:, -1]
 
-    def fork(self, row: int, *, capacity: int) -> "Stream":
-        """A stream of row `row` alone, in prefill as this one is, with copies of its tensors.
-
-        capacity: tokens it has room for (more make it grow).
+    def adopt(self, cache: Cache, prefilled: list[tuple[int, Tensor]]) -> None:
+        """Go on in prefill as rows that others have read: their `cache`, and (tokens, FP32 state)
+        of each recurrent layer; both by reference.
         """
-        group = RowGroup(policy=self.session.groups[0].policy, sequences=(0,), seeds=(0,))
-        other = Stream(self.adapter, [group], source=[0], capacity=capacity, backend=self._backend)
-        other.session.load_prefill(self.session.prefill_states(), row=row)
-        other.cache = filled_cache(
-            self.adapter.config, cache_tensors(self.cache), rows=[row], capacity=capacity
-        )
-        other.position = self.position
-        return other
+        self.session.load_prefill(prefilled)
+        self.cache, self.position = cache, prefilled[0][0]
 
     def hand_over(self) -> None:
         """End prefill: every row goes on under its own policy."""

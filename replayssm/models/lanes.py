@@ -35,6 +35,12 @@ _ATTENTION_NAME = "replayssm_lanes"
 _ROW_BY_ROW_EXPERTS = "batched_mm"  # the library's: gathers the weights of each row's experts
 
 
+def reads_windows(adapter: Adapter) -> bool:
+    """Whether lanes at different positions can read several tokens at once."""
+    attends = {"full_attention", "hybrid"} & set(adapter.config.layer_types)
+    return is_ours(adapter.config) or not attends
+
+
 class LaneCache:
     """The library's cache for B lanes; `put` gives a lane the cache of a prefilled sequence.
 
@@ -100,17 +106,20 @@ class LaneCache:
         self._cursor.advance(1)
         return logits
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def read(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Read `tokens` [B, T] from `seek`'s positions on, which stay; returns FP32 logits
-        [B, T, V].
+        [B, T, V], or [B, 1, V] with `last_only`.
         """
         adapter = self._adapter
         kwargs = {adapter._cache_keyword: self._cache, "use_cache": True}
         if adapter._takes_positions:
             following = torch.arange(tokens.shape[1], device=tokens.device)
             kwargs["position_ids"] = self._cursor.past[:, None] + following
+        if last_only and adapter._takes_last_only:
+            kwargs["logits_to_keep"] = 1
         with self._row_by_row():
-            return adapter.model(input_ids=tokens, **kwargs).logits
+            logits = adapter.model(input_ids=tokens, **kwargs).logits
+        return logits[:, -1:] if last_only else logits
 
     @contextmanager
     def _row_by_row(self) -> Iterator[None]:

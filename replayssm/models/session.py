@@ -246,14 +246,13 @@ class ReplaySession:
         assert not self.decoding, "prefill has ended"
         return [(state.tokens, state.prefill_state) for state in self._layers]
 
-    def load_prefill(self, prefilled: list[tuple[int, Tensor | None]], *, row: int) -> None:
-        """Go on in prefill as the only row, from a copy of row `row` of `prefilled` (from
-        `prefill_states`).
+    def load_prefill(self, prefilled: list[tuple[int, Tensor]]) -> None:
+        """Go on in prefill from (tokens seen, FP32 state [rows, H, P, N]) of each layer, by
+        reference.
         """
-        assert not self.decoding and self.rows == 1
-        for state, (tokens, states) in zip(self._layers, prefilled, strict=True):
-            state.tokens = tokens
-            state.prefill_state = None if states is None else states[row : row + 1].clone()
+        assert not self.decoding, "prefill has ended"
+        for state, (state.tokens, state.prefill_state) in zip(self._layers, prefilled, strict=True):
+            assert len(state.prefill_state) == self.rows
 
     def hand_over(
         self, prefilled: list[tuple[int, Tensor | None]], *, source: Sequence[int]

@@ -159,7 +159,7 @@ def _launch(queries: int, width: int, dtype: torch.dtype) -> tuple[dict, dict]:
     return {"BQ": block_queries, "BN": block_keys}, {"num_warps": warps, "num_stages": stages}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["past_row"])
 def _append_kernel(
     keys, values, new_keys, new_values, past,
     k_row, k_head, k_token, v_row, v_head, v_token, past_row, heads, slots,
@@ -175,7 +175,8 @@ def _append_kernel(
     tl.store(values + to * DV + d, v, mask=d < DV)
 
 
-@triton.jit
+# Numbers that differ from prompt to prompt: a kernel for each kind of them takes long to compile.
+@triton.jit(do_not_specialize=["past_row", "tokens", "split_keys"])
 def _attend_kernel(
     query, keys, values, past, out, sums, scale,
     q_row, q_head, q_token, k_row, k_head, k_key, v_row, v_head, v_key, past_row,
@@ -278,7 +279,7 @@ def _product(a, b, accumulator, PRECISION: tl.constexpr):
         return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _join_kernel(
     partial, sums, out, heads, tokens, splits,
     SHARED: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
