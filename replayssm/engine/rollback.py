@@ -84,7 +84,8 @@ class CursorRollback:
 
     def attach(self, session: ReplaySession) -> None:
         """Make the decode passes of `session` (one group) read tentatively."""
-        self._session, session.reader = session, StateUpdate.window
+        invariant = session.adapter.invariant
+        self._session, session.reader = session, _read_singly if invariant else StateUpdate.window
 
     def limits(self) -> list[int]:
         """Of what is read next, how many tokens each row may keep."""
@@ -130,6 +131,18 @@ class CursorRollback:
         ring has a slot for it.)
         """
         return 0
+
+
+def _read_singly(update: StateUpdate, cache: ReplayCache, inputs: Inputs) -> Tensor:
+    """`StateUpdate.window`, in the order of sums of single tokens: each sees the records of those
+    before it in the ring."""
+    tokens, outputs = inputs[0].shape[1], []
+    for token in range(tokens):
+        outputs.append(update.window(cache, select_tokens(inputs, token, token + 1)))
+        cache.advance(1)
+    cache.advance(-tokens)
+    cache.uncommitted = tokens
+    return torch.cat(outputs, dim=1)
 
 
 class SnapshotRollback:

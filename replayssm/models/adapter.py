@@ -36,12 +36,22 @@ class Adapter:
 
     exact_head: whether the last projection multiplies in FP32 whatever the model's dtype, as a
         study needs; otherwise in the model's dtype, as servers do. Its sums are FP32 either way.
+    invariant: whether sessions compute every token in the same order of sums, whatever is computed
+        beside it: slow, to compare ways of decoding token for token (`invariance.py`).
     """
 
-    def __init__(self, model: nn.Module, *, name: str | None = None, exact_head: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str | None = None,
+        exact_head: bool = True,
+        invariant: bool = False,
+    ):
         config = model.config.get_text_config()
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         self.model = model
+        self.invariant = invariant
         self.config = config
         self.architecture: Architecture = find_architecture(
             config.model_type, where=repr(self.name)

@@ -25,6 +25,7 @@ from replayssm.cache.replay import ReplayCache
 from replayssm.models.adapter import Adapter, RecurrentLayer
 from replayssm.models.attention import shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.invariance import invariant_order
 from replayssm.models.patching import (
     claimed_layer,
     never_one_token,
@@ -164,6 +165,8 @@ class ReplaySession:
             stack.enter_context(few_threads(self.adapter.device))
             stack.enter_context(shared_key_attention(self.adapter.config))
             stack.enter_context(replaced_forward(self.adapter.head, self.adapter.fp32_head))
+            if self.adapter.invariant:
+                stack.enter_context(invariant_order(self.adapter.config, self.adapter.device))
             self._active = stack.pop_all()
         return self
 
