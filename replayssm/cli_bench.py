@@ -1,4 +1,4 @@
-"""The commands that take times: bench kernels, bench study.
+"""The commands that take times: bench kernels, bench decode, bench speculate, bench study.
 
 Owns their argument names and what they print; `cli` owns errors and exit codes. Imports are made
 inside the commands, so that `--help` does not wait for torch, and `--redraw` needs no GPU.
@@ -14,7 +14,9 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
     """Add the commands. `command(name, function, text)` makes a parser; `names` and `integers` read
     "A,B".
     """
-    bench = command("bench", None, "Measure speed: `bench kernels`, `bench study`.")
+    bench = command(
+        "bench", None, "Measure speed: of kernels, whole steps, verifications, studies."
+    )
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     text = (
         "Time one decode step under each policy against conventional kernels, on the GPU here; "
@@ -47,7 +49,90 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
         action="store_true",
         help="only draw table and figures from the records in --out; needs no GPU",
     )
+    for kind, text in _STEPS.items():
+        _add_steps(benches, kind, text, names=names, integers=integers)
     _add_study(benches, names=names, integers=integers)
+
+
+_STEPS = {
+    "decode": "Time whole decode steps of a model under each policy against a conventional state "
+    "in the same engine, at several batch sizes.",
+    "speculate": "Time verifications of drafts by a whole model under each policy against a "
+    "conventional state with a snapshot for each draft.",
+}
+
+
+def _add_steps(benches, kind: str, text: str, *, names: Callable, integers: Callable) -> None:
+    text += (
+        " Outputs are checked against float64 before they are timed (exit code 1: one was wrong)."
+    )
+    bench = benches.add_parser(kind, help=text, description=text)
+    bench.set_defaults(command=_steps, kind=kind)
+    bench.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+    )
+    bench.add_argument(
+        "--models",
+        type=names,
+        metavar="A,B",
+        help="random/NAME (published sizes, random weights), built-in models, folders or hub ids "
+        "(default: random/qwen3.5-4b,random/nemotron-3-nano-4b)",
+    )
+    bench.add_argument("--batches", type=integers, metavar="N,N")
+    bench.add_argument(
+        "--contexts", type=integers, metavar="N,N", help="tokens a sequence holds (512)"
+    )
+    if kind == "speculate":
+        bench.add_argument("--drafts", type=integers, metavar="N,N", help="1 to 16 (1,2,4,8,16)")
+    bench.add_argument("--policies", type=names, metavar="A,B", help="see `replayssm policies`")
+    bench.add_argument("--ring-len", type=int, metavar="L", help="of all policies (16)")
+    bench.add_argument(
+        "--states",
+        type=names,
+        metavar="A,B",
+        help="conventional states: fp32 (default), fp16, bf16",
+    )
+    bench.add_argument("--dtype", help="of weights and activations (bfloat16)")
+    bench.add_argument("--seconds", type=float, help="of cycles for one time (0.5)")
+    bench.add_argument("--backend", help="of the state update: auto (default), triton, reference")
+    bench.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    bench.add_argument(
+        "--out", type=Path, help=f"folder of the records (default: results/bench/{kind})"
+    )
+    bench.add_argument(
+        "--redraw",
+        action="store_true",
+        help="only draw tables and figures from the record in --out; needs no model",
+    )
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    from replayssm.study import bench_step_records as records
+
+    out = arguments.out or records.default_out(arguments.kind)
+    if arguments.redraw:
+        record = records.load_record(arguments.kind, out)
+    else:
+        record = _measured_steps(arguments)
+        print(f"Wrote {records.write_record(record, out)}")
+    for path in records.write_report(record, out):
+        print(f"Wrote {path}")
+    for row in record.bad:
+        print(f"replayssm: {records.row_line(row)}", file=sys.stderr)
+    return 1 if record.bad else 0
+
+
+def _measured_steps(arguments: argparse.Namespace):
+    import torch
+
+    from replayssm.study.bench_step_records import row_line
+    from replayssm.study.bench_steps import StepBench, run_step_bench
+
+    keys = ("kind", "models", "batches", "contexts", "drafts", "policies", "ring_len", "states")
+    given = {key: getattr(arguments, key, None) for key in (*keys, "dtype", "seconds", "backend")}
+    bench = StepBench(**{key: value for key, value in given.items() if value is not None})
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return run_step_bench(bench, device=device, emit=lambda row: print(row_line(row), flush=True))
 
 
 def _add_study(benches, *, names: Callable, integers: Callable) -> None:

@@ -100,19 +100,19 @@ class CursorRollback:
         it; a later one must see what the ones before it read, so that is committed for now.
         """
         if self._read:
-            for update, cache in _layers(self._session):
+            for update, cache in layers(self._session):
                 update.commit(cache, cache.uncommitted)
         else:
             most = self._ring_len - (1 if self._aligned else self._tokens)
             due = torch.tensor(self._filled()) > most
             if bool(due.any()):
-                for update, cache in _layers(self._session):
+                for update, cache in layers(self._session):
                     update.flush(cache, due)
         self._read, self._windows = self._read + tokens, self._windows + 1
 
     def keep(self, counts: Tensor) -> None:
         """Row b keeps the first counts[b] tokens read since the last `keep`; counts [B], CPU."""
-        for update, cache in _layers(self._session):
+        for update, cache in layers(self._session):
             if self._windows > 1:
                 update.commit(cache, cache.uncommitted)
                 update.rollback(cache, self._read - counts)
@@ -122,7 +122,7 @@ class CursorRollback:
 
     def _filled(self) -> list[int]:
         """Records in the ring of each row: the same in every layer."""
-        _, cache = next(_layers(self._session))
+        _, cache = next(layers(self._session))
         return torch.as_tensor(cache.cursor).expand(self._session.rows).tolist()
 
     @property
@@ -177,7 +177,7 @@ class SnapshotRollback:
 
     def keep(self, counts: Tensor) -> None:
         """Row b keeps the first counts[b] tokens read since the last `keep`; counts [B], CPU."""
-        for update, cache in _layers(self._session):
+        for update, cache in layers(self._session):
             copies = self._copies.pop(update.layer)
             for count in set(counts.tolist()) - {len(copies)}:
                 rows = (counts == count).nonzero()[:, 0]
@@ -186,11 +186,12 @@ class SnapshotRollback:
     @property
     def bytes_per_draft(self) -> int:
         """Recurrent state that a draft token costs a sequence: a copy, over all layers."""
-        total = sum(sum(cache.bytes().values()) for _, cache in _layers(self._session))
+        total = sum(sum(cache.bytes().values()) for _, cache in layers(self._session))
         return total // self._session.rows
 
 
-def _layers(session: ReplaySession) -> Iterator[tuple[StateUpdate, ReplayCache]]:
+def layers(session: ReplaySession) -> Iterator[tuple[StateUpdate, ReplayCache]]:
+    """State update and cache of every recurrent layer of a session of one group, by reference."""
     for layer in session.layer_indices:
         ((update, cache),) = session.updates(layer)
         yield update, cache

@@ -5,6 +5,7 @@ study accepts them. Must not know policies, sessions or benchmarks.
 """
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     NemotronHConfig,
@@ -110,4 +111,18 @@ def random_model(
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(make_config(**values), dtype=dtype)
-    return Adapter(model.eval(), name=name, exact_head=exact_head)
+    adapter = Adapter(model.eval(), name=name, exact_head=exact_head)
+    for layer in adapter.layers:
+        _remember(layer.mixer)
+    return adapter
+
+
+@torch.no_grad()
+def _remember(mixer: nn.Module) -> None:
+    """Memories from a token to a thousand, as both families are trained from: the library's own
+    values forget within a token, and the state would not matter.
+    """
+    heads = len(mixer.dt_bias)
+    steps = torch.logspace(-3, -1, heads)
+    mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is a step
+    mixer.A_log.copy_(torch.linspace(1, 16, heads).log())

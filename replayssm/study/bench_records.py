@@ -7,10 +7,10 @@ transformers, so tables are rewritten on a laptop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from replayssm.study.store import atomic_path, read_json, write_json
+from replayssm.study.bench_files import load_document, write_document, write_files
 from replayssm.study.tables import csv_text, markdown_table, number
 
 FORMAT_VERSION = 1
@@ -134,26 +134,12 @@ class KernelRecord:
 # -- files -----------------------------------------------------------------------------------------
 def write_record(record: KernelRecord, out: Path) -> None:
     """Writes `RECORD_FILE` under `out`, which is created."""
-    out.mkdir(parents=True, exist_ok=True)
-    document = {"version": FORMAT_VERSION, "columns": COLUMNS} | asdict(record)
-    write_json(out / RECORD_FILE, document)
+    write_document(out / RECORD_FILE, record, COLUMNS, version=FORMAT_VERSION)
 
 
 def load_record(out: Path) -> KernelRecord:
     """The run stored under `out`; ValueError if it is missing, damaged or of another version."""
-    path = out / RECORD_FILE
-    document = read_json(path)
-    if document.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is of version {document.get('version')}, not {FORMAT_VERSION}")
-    names = {field.name for field in fields(KernelRecord)}
-    missing = names - document.keys()
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    try:
-        rows = [KernelRow(**row) for row in document["rows"]]
-    except TypeError as error:
-        raise ValueError(f"{path} holds a row that is none: {error}") from None
-    return KernelRecord(**{name: document[name] for name in names - {"rows"}}, rows=rows)
+    return load_document(out / RECORD_FILE, KernelRecord, KernelRow, version=FORMAT_VERSION)
 
 
 def write_report(record: KernelRecord, out: Path) -> list[Path]:
@@ -165,10 +151,7 @@ def write_report(record: KernelRecord, out: Path) -> list[Path]:
         "kernels.md": kernel_markdown(record).encode(),
         **kernel_figures(record),
     }
-    for name, content in files.items():
-        with atomic_path(out / name) as temporary:
-            temporary.write_bytes(content)
-    return [out / name for name in files]
+    return write_files(out, files)
 
 
 def kernel_csv(record: KernelRecord) -> str:

@@ -24,12 +24,12 @@ from torch.profiler import record_function
 from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.lockstep import Arm, Lockstep
 from replayssm.models.adapter import Adapter
-from replayssm.models.kv_cache import AppendLayer
 from replayssm.models.loading import DTYPES, load
 from replayssm.models.random_weights import RANDOM_PREFIX, random_model
 from replayssm.models.session import ReplaySession
 from replayssm.policy import parse_policy
 from replayssm.study import drift
+from replayssm.study.bench_arms import fill_attention, seek
 from replayssm.study.bench_trace import device_time
 from replayssm.study.provenance import environment
 
@@ -111,7 +111,7 @@ def measure(case: Case, adapter: Adapter, *, profiled: bool = True) -> Iterator[
     # Until the longest ring has been flushed, twice: kernels are compiled, then graphs captured.
     warm_up = 2 * max(1, max(arm.policy.ring_len for arm in engine.arms) // case.window) + 1
     for length in case.lengths:
-        seek(engine, length)
+        seek(engine._stream, length)
         for _ in range(warm_up):
             step()
         seconds = _seconds(step, case.windows, device)
@@ -141,22 +141,8 @@ def _engine(case: Case, adapter: Adapter) -> Lockstep:
     engine = Lockstep(adapter, arm_set(case.arms), window=case.window, graphs=case.graphs)
     prompts = torch.randint(adapter.vocab_size, (case.prompts, PROMPT))
     engine.start(prompts, tokens=max(case.lengths) + case.window * (4 * case.windows + 64))
-    # A fraction at a time: random numbers are made in FP32, and storage may fill the device.
-    for layer in engine._stream.cache.layers:
-        if isinstance(layer, AppendLayer):
-            for storage in layer.storage:
-                for row in storage:
-                    row.normal_()
+    fill_attention(engine._stream.cache)
     return engine
-
-
-def seek(engine: Lockstep, length: int) -> None:
-    """Pretend that `length` tokens have been read: what a cache holds of them is as it is."""
-    stream = engine._stream
-    for layer in stream.cache.layers:
-        if isinstance(layer, AppendLayer):
-            layer.seek(length)
-    stream.position = length
 
 
 def _stepper(engine: Lockstep, case: Case) -> Callable[[], None]:

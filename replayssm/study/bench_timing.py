@@ -1,19 +1,23 @@
-"""Times on a CUDA device: graph replays, copy bandwidth, clocks.
+"""Times on a CUDA device: graph replays, cycles of steps, copy bandwidth, clocks.
 
-Owns how a time is taken. Knows nothing of what it times.
+Owns how a time is taken. Knows nothing of what it times. Cycles are timed on a CPU, too, by its
+clock, so that what measures them can be tried anywhere.
 """
 
 from __future__ import annotations
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 FEWEST_REPLAYS = 5
 MOST_REPLAYS = 100
+FEWEST_CYCLES = 3
 _COPY_BYTES = 1 << 31
 _CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
 
@@ -64,6 +68,55 @@ def graph_time(
     times = [replay() for _ in range(min(max(fits, FEWEST_REPLAYS), MOST_REPLAYS))]
     low, median, high = statistics.quantiles(times, n=4)
     return Timing(us=median, low=low, high=high, replays=len(times))
+
+
+def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The replay of `call`, which runs once for that, as a CUDA graph; on a CPU, `call` itself."""
+    if device.type != "cuda":
+        return call
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def cycle_time(
+    calls: Sequence[Callable[[], object]],
+    *,
+    device: torch.device,
+    seconds: float,
+    per: int | None = None,
+) -> Timing:
+    """Times `calls`, made one after the other, again and again for about `seconds`: the mean over a
+    cycle, divided by `per` instead of their number if given; `replays` are cycles.
+
+    The first cycles are not counted. On a GPU the host runs ahead of it, as a server's does.
+    """
+
+    def mark() -> torch.cuda.Event | float:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def times(cycles: int) -> list[float]:
+        marks = [mark()]
+        for _ in range(cycles):
+            for call in calls:
+                call()
+            marks.append(mark())
+        if device.type != "cuda":
+            return [1e6 * (end - start) / divisor for start, end in pairwise(marks)]
+        marks[-1].synchronize()
+        return [1e3 * start.elapsed_time(end) / divisor for start, end in pairwise(marks)]
+
+    divisor = per or len(calls)
+    fits = int(seconds / (1e-6 * times(2)[-1] * divisor))
+    counted = times(min(max(fits, FEWEST_CYCLES), MOST_REPLAYS))
+    low, median, high = statistics.quantiles(counted, n=4)
+    return Timing(us=median, low=low, high=high, replays=len(counted))
 
 
 def copy_bandwidth() -> float:

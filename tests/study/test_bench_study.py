@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from replayssm.study import bench_study
+from replayssm.study.bench_arms import seek
 from replayssm.study.bench_study import ARM_SETS, Case, arm_set, extrapolate, measure, open_model
 from replayssm.study.bench_trace import divide
 
@@ -32,7 +33,7 @@ def test_a_window_is_read_at_the_length_that_is_pretended():
     adapter = open_model(case, "cpu")
     with torch.inference_mode():
         engine = bench_study._engine(case, adapter)
-        bench_study.seek(engine, 200)
+        seek(engine._stream, 200)
         bench_study._stepper(engine, case)()
     assert engine.position == 216
     layer = engine._stream.cache.layers[3]

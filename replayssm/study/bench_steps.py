@@ -1,0 +1,432 @@
+"""`replayssm bench decode` and `bench speculate`: what a step of a whole model costs.
+
+Owns what is measured in which order and how a measurement becomes a row. What is timed is
+`bench_arms`, what is checked first `bench_layer`, files and tables are `bench_step_records`. An arm
+whose outputs are wrong gets no time, and a measurement that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from replayssm.engine.stream import Stream
+from replayssm.models.adapter import Adapter
+from replayssm.models.loading import DTYPES, load
+from replayssm.models.random_weights import RANDOM_PREFIX, random_model
+from replayssm.policy import parse_policy
+from replayssm.state_update import StateUpdate
+from replayssm.study import bench_arms
+from replayssm.study.bench_arms import (
+    CONVENTIONAL,
+    STATES,
+    Arm,
+    Stage,
+    conventional_arm,
+    conventional_reader,
+    replay_arm,
+)
+from replayssm.study.bench_cases import WrongResultError
+from replayssm.study.bench_layer import DISTINCT, Probe, observe, one_by_one
+from replayssm.study.bench_step_records import DECODE, SPECULATE, StepRecord, StepRow
+from replayssm.study.bench_timing import Timing, captured, clocks, cycle_time
+from replayssm.study.provenance import environment
+
+DEFAULT_MODELS = ("random/qwen3.5-4b", "random/nemotron-3-nano-4b")
+DEFAULT_POLICIES = ("fp32", "fp16-sr", "fp32+nvfp4", "fp16-sr+nvfp4")
+_COMPILE_THREADS = 16
+_SWEEP_SECONDS = 0.004
+_FEW_TOKENS = 3
+_WARM_UP = 3  # steps until kernels are compiled and a pass is captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBench:
+    """What to measure.
+
+    Attributes:
+        kind: "decode" or "speculate".
+        models: names of random models, built-in ones, folders or hub ids.
+        batches: sequences; contexts: tokens they hold.
+        drafts: of a verification, each 1 to 16; only for "speculate".
+        policies: labels, without a ring length. ring_len: L of all of them.
+        states: formats of conventional states; speed-ups are against "fp32", which is required.
+        dtype: of weights and activations.
+        seconds: of cycles for a time.
+        backend: of the replay arms.
+    """
+
+    kind: str
+    models: Sequence[str] = DEFAULT_MODELS
+    batches: Sequence[int] = (1, 32, 128, 256, 512)
+    contexts: Sequence[int] = (512,)
+    drafts: Sequence[int] = (1, 2, 4, 8, 16)
+    policies: Sequence[str] = DEFAULT_POLICIES
+    ring_len: int = 16
+    states: Sequence[str] = ("fp32",)
+    dtype: str = "bfloat16"
+    seconds: float = 0.5
+    backend: str = "auto"
+
+    def __post_init__(self):
+        if self.kind not in (DECODE, SPECULATE):
+            raise ValueError(f"kind {self.kind!r} is not one of {DECODE}, {SPECULATE}")
+        if not (self.models and self.batches and self.contexts and self.drafts):
+            raise ValueError("nothing to measure: give a model, a batch, a context, drafts")
+        for what, numbers, least, most in (
+            ("batch", self.batches, 1, None),
+            ("context", self.contexts, 1, None),
+            ("drafts", self.drafts, 1, 16),
+            ("ring length", (self.ring_len,), 1, None),
+        ):
+            for number in numbers:
+                if type(number) is not int or number < least or (most and number > most):
+                    limit = f"at least {least}" if most is None else f"{least} to {most}"
+                    raise ValueError(f"{what} {number!r} is not an integer of {limit}")
+        if "fp32" not in self.states:
+            raise ValueError("states must include fp32, which speed-ups are against")
+        for state in self.states:
+            if state not in STATES:
+                raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds {self.seconds!r} is not positive")
+        for label in self.policies:
+            if "@" in label:
+                raise ValueError(f"policy {label!r}: the ring length is given for all policies")
+            parse_policy(label)
+
+    @property
+    def arms(self) -> list[Arm]:
+        """Conventional FP32 first."""
+        states = sorted(self.states, key=lambda state: state != "fp32")
+        return [
+            *map(conventional_arm, states),
+            *(replay_arm(label, self.ring_len) for label in self.policies),
+        ]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a check: a ring, its flush and some; or the longest verification."""
+        return max(self.ring_len + 2, max(self.drafts) + 1)
+
+
+def run_step_bench(
+    bench: StepBench, *, device: str, emit: Callable[[StepRow], object] = lambda row: None
+) -> StepRecord:
+    """Measures on `device`; `emit` gets each row as soon as it is there.
+
+    Raises:
+        ValueError: a model that cannot be had, or there are no kernels for conventional states.
+    """
+    before, rows = clocks() if device.startswith("cuda") else None, []
+    for name in bench.models:
+        adapter = open_model(name, dtype=bench.dtype, device=device)
+        for row in measure(bench, adapter):
+            rows.append(row)
+            emit(row)
+        del adapter
+        _free(device)
+    after = clocks() if device.startswith("cuda") else None
+    return StepRecord(
+        kind=bench.kind,
+        environment=environment(torch.device(device)),
+        settings={
+            name: list(value) if isinstance(value, tuple | list) else value
+            for name, value in asdict(bench).items()
+        },
+        clocks={"before": before, "after": after},
+        rows=rows,
+    )
+
+
+def open_model(name: str, *, dtype: str, device: str) -> Adapter:
+    """A model whose last projection multiplies in its own dtype, as servers do."""
+    if name.startswith(RANDOM_PREFIX):
+        return random_model(name, dtype=DTYPES[dtype], device=device, exact_head=False)
+    loaded = load(name, dtype=dtype, device=device)
+    return Adapter(loaded.model, name=name, exact_head=False)
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+# -- measuring -------------------------------------------------------------------------------------
+@torch.inference_mode()
+def measure(bench: StepBench, adapter: Adapter) -> Iterator[StepRow]:
+    """Rows of one model, as they are measured."""
+    probe = observe(adapter, bench.most_tokens)
+    errors = check_all(bench, probe)
+    for context in bench.contexts:
+        for batch in bench.batches:
+            yield from _relative(_at(bench, probe, errors, batch, context))
+
+
+Checks = dict[tuple[Arm, int, int], float | Exception]
+
+
+def cases(bench: StepBench) -> list[tuple[Arm, int]]:
+    """(arm, tokens of a pass) in the order of a batch's rows; what is compared with comes first.
+
+    Of the decode steps a verification is only compared with conventional FP32's.
+    """
+    if bench.kind == DECODE:
+        return [(arm, 1) for arm in bench.arms]
+    longer = [(arm, drafts + 1) for drafts in bench.drafts for arm in bench.arms]
+    return [(bench.arms[0], 1), *longer]
+
+
+def check_all(bench: StepBench, probe: Probe) -> Checks:
+    """Error of every arm at every number of tokens and batch, or why there is none.
+
+    In threads, because this compiles most of what is timed, most of which does not hold Python's
+    lock.
+    """
+
+    @torch.inference_mode()
+    def check(case: tuple[Arm, int, int]) -> float | Exception:
+        try:
+            return _check(bench, probe, *case)
+        except Exception as error:
+            return error
+
+    all_cases = [(*case, batch) for case in cases(bench) for batch in bench.batches]
+    threads = _COMPILE_THREADS if probe.state.is_cuda else 1
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(all_cases, pool.map(check, all_cases), strict=True))
+
+
+def _check(bench: StepBench, probe: Probe, arm: Arm, tokens: int, batch: int) -> float:
+    if arm.kind == CONVENTIONAL:
+        # The launch that turns out to be fastest is checked again, with all rows.
+        return max(
+            _check_conventional(probe, arm, launch, tokens, min(batch, DISTINCT))
+            for launch in sweep(probe.adapter.device)
+        )
+    policy, read, total = arm.policy, one_by_one(StateUpdate.step), bench.ring_len + 2
+    if tokens > 1:
+        policy, total = arm.verifying(probe.adapter.family.recurrence, tokens), tokens
+
+        def read(update, cache, inputs):
+            outputs = update.window(cache, inputs)
+            update.commit(cache, min(tokens, bench.ring_len))
+            update.flush(cache)
+            return outputs
+
+    return probe.check(policy, read, batch=batch, tokens=total, backend=bench.backend)
+
+
+def _check_conventional(probe: Probe, arm: Arm, launch, tokens: int, batch: int) -> float:
+    def read(update, cache, inputs):
+        if tokens == 1:
+            return one_by_one(conventional_reader(launch))(update, cache, inputs)
+        snapshots = bench_arms.new_snapshots(update, cache, tokens)
+        return conventional_reader(launch, snapshots)(update, cache, inputs)
+
+    total = _FEW_TOKENS if tokens == 1 else tokens
+    return probe.check(arm.policy, read, batch=batch, tokens=total, backend="reference")
+
+
+def sweep(device: torch.device) -> Sequence:
+    """Launches of the conventional kernel that are tried; off a GPU they say nothing about speed,
+    and one will do.
+    """
+    from replayssm.ops.triton_conventional import SWEEP
+
+    return SWEEP if device.type == "cuda" else SWEEP[-1:]
+
+
+def _at(
+    bench: StepBench, probe: Probe, errors: Checks, batch: int, context: int
+) -> Iterator[StepRow]:
+    """All arms at one batch and context."""
+    adapter = probe.adapter
+    device = adapter.device
+    # Room for the passes of the longest cycle, and for those before anything is timed.
+    room = 64 + 4 * bench.most_tokens
+    common = {"model": adapter.name, "batch": batch, "context": context}
+    stage: Stage | Exception
+    try:
+        stage = Stage(probe, batch=batch, context=context, room=room, backend=bench.backend)
+    except RuntimeError as error:  # no memory
+        stage = RuntimeError(str(error))
+    for arm, tokens in cases(bench):
+        row = StepRow(**common, drafts=tokens - 1, arm=arm.kind, policy=arm.label)
+        error = errors[arm, tokens, batch]
+        try:
+            for problem in (stage, error):
+                if isinstance(problem, Exception):
+                    raise problem
+            timed = _timed(bench, stage, row, arm, tokens, error)
+        except Exception as problem:
+            timed = _refused(row, problem)
+        _free(device.type)
+        yield timed
+
+
+def _timed(
+    bench: StepBench, stage: Stage, row: StepRow, arm: Arm, tokens: int, error: float
+) -> StepRow:
+    """The row with its times."""
+    recurrence, launch = stage.probe.adapter.family.recurrence, ""
+    if arm.kind == CONVENTIONAL:
+        stream = stage.open(arm.policy, StateUpdate.step)
+        best, stream.session.reader = _fastest_reader(stage, stream, tokens)
+        launch = best.label
+        error = max(error, _check_conventional(stage.probe, arm, best, tokens, stage.batch))
+    elif tokens == 1:
+        stream = stage.open(arm.policy, StateUpdate.step)
+    else:
+        stream = stage.open(arm.verifying(recurrence, tokens), StateUpdate.window)
+    time = _time_decoding if tokens == 1 else _time_verification
+    whole, alone, graphs = time(bench, stage, stream, arm, tokens)
+    state, draft = bench_arms.state_bytes(arm, stream.session, tokens - 1)
+    return replace(
+        row,
+        backend=_conventional_backend() if launch else "+".join(stream.session.backends),
+        graphs=graphs,
+        ms=round(whole.us / 1e3, 5),
+        ms_low=round(whole.low / 1e3, 5),
+        ms_high=round(whole.high / 1e3, 5),
+        cycles=whole.replays,
+        recurrent_ms=round(alone.us / 1e3, 5),
+        tokens_per_second=round(1e6 * row.batch * tokens / whole.us, 1),
+        state_bytes=state,
+        draft_bytes=draft,
+        sequence_bytes=stage.sequence_bytes(),
+        error=float(f"{error:.2e}"),
+        launch=launch,
+        status="ok",
+    )
+
+
+def _conventional_backend() -> str:
+    from replayssm.ops.triton_common import interpreted
+
+    return "triton (interpreted)" if interpreted() else "triton"
+
+
+def _fastest_reader(stage: Stage, stream: Stream, tokens: int):
+    """(launch, reader): the conventional kernel as it is fastest in all recurrent layers here."""
+    session, device = stream.session, stream.adapter.device
+    inputs = stage.probe.inputs_of(stage.batch, tokens)
+    snapshots = None
+    if tokens > 1:
+        snapshots = bench_arms.new_snapshots(*next(bench_arms.layers(session)), tokens)
+    ranked = []
+    for launch in sweep(device):
+        session.reader = conventional_reader(launch, snapshots)
+        call = captured(bench_arms.recurrence_alone(session, inputs, 0), device)
+        timing = cycle_time([call], device=device, seconds=_SWEEP_SECONDS)
+        ranked.append((timing.us, launch, session.reader))
+    _, launch, reader = min(ranked, key=lambda entry: entry[0])
+    return launch, reader
+
+
+def _time_decoding(
+    bench: StepBench, stage: Stage, stream: Stream, arm: Arm, tokens: int
+) -> tuple[Timing, Timing, str]:
+    """Times of a decode step, by the engine's own loop, and of its recurrence; graphs in effect."""
+    device = stream.adapter.device
+    steps = bench_arms.decoding(stream, steps=1 << 30)
+    for _ in range(_WARM_UP):
+        next(steps)
+
+    def restart() -> None:
+        bench_arms.seek(stream, stage.context)
+
+    cycle = [restart, *[lambda: next(steps)] * bench.ring_len]
+    whole = cycle_time(cycle, device=device, seconds=bench.seconds, per=len(cycle) - 1)
+    graphs = stream.graphs.describe(stream.cache)
+    steps.close()
+    alone = _time_recurrence(bench, stage, stream, [tokens] * bench.ring_len, tokens)
+    return whole, alone, graphs
+
+
+def _time_verification(
+    bench: StepBench, stage: Stage, stream: Stream, arm: Arm, tokens: int
+) -> tuple[Timing, Timing, str]:
+    """Times of a verification, and of its recurrence, over a cycle of a ring; graphs in effect."""
+    device, kept = stream.adapter.device, bench_arms.kept_in_a_cycle(arm, tokens)
+    text = torch.randint(
+        stream.adapter.vocab_size,
+        (stage.batch, tokens),
+        generator=torch.Generator().manual_seed(1),
+    ).to(device)
+    rounds = {
+        keep: captured(bench_arms.verification(stream, text, keep), device)
+        for keep in dict.fromkeys(kept)
+    }
+    flushes = _flushes(stream, arm)
+
+    def restart() -> None:
+        bench_arms.seek(stream, stage.context)
+
+    cycle = [restart, *(rounds[keep] for keep in kept), *flushes]
+    whole = cycle_time(cycle, device=device, seconds=bench.seconds, per=len(kept))
+    alone = _time_recurrence(bench, stage, stream, kept, tokens, flushes)
+    return whole, alone, "graphs" if device.type == "cuda" else "eager (the model is on cpu)"
+
+
+def _flushes(stream: Stream, arm: Arm) -> list[Callable[[], object]]:
+    """The flush that ends a cycle; it leaves every ring empty."""
+    if arm.kind == CONVENTIONAL:
+        return []
+    return [captured(bench_arms.flushing(stream.session), stream.adapter.device)]
+
+
+def _time_recurrence(
+    bench: StepBench,
+    stage: Stage,
+    stream: Stream,
+    kept: Sequence[int],
+    tokens: int,
+    flushes: Sequence[Callable[[], object]] = (),
+) -> Timing:
+    session, device = stream.session, stream.adapter.device
+    inputs = stage.probe.inputs_of(stage.batch, tokens)
+    calls = {
+        keep: captured(bench_arms.recurrence_alone(session, inputs, keep), device)
+        for keep in dict.fromkeys(kept)
+    }
+    for flush in flushes:
+        flush()
+    cycle = [*(calls[keep] for keep in kept), *flushes]
+    return cycle_time(cycle, device=device, seconds=bench.seconds / 4, per=len(kept))
+
+
+def _refused(row: StepRow, error: Exception) -> StepRow:
+    wrong = isinstance(error, WrongResultError)
+    note = " ".join(str(error).split())
+    return replace(
+        row,
+        status="wrong" if wrong else "failed",
+        note=note if wrong else f"{type(error).__name__}: {note[:300]}",
+    )
+
+
+def _relative(rows: Iterator[StepRow]) -> Iterator[StepRow]:
+    """Rows of one batch and context with their ratios to conventional FP32, which comes first."""
+    base: dict[int, StepRow] = {}  # by drafts
+    for row in rows:
+        if row.ms is None:
+            yield row
+            continue
+        if row.arm == CONVENTIONAL and row.policy == "fp32":
+            base[row.drafts] = row
+        same, step = base.get(row.drafts), base.get(0)
+        yield replace(
+            row,
+            speedup=same and round(same.ms / row.ms, 4),
+            recurrent_speedup=same and round(same.recurrent_ms / row.recurrent_ms, 4),
+            steps=step and round(row.ms / step.ms, 4),
+            recurrent_steps=step and round(row.recurrent_ms / step.recurrent_ms, 4),
+        )
