@@ -1,4 +1,7 @@
-"""Speculation on a GPU: kernels, attention by kernel, windows replayed from CUDA graphs."""
+"""Speculation on a GPU: windows replayed from CUDA graphs, drafters, the built-in models.
+
+What may happen to a draft is tested in `test_speculative_kernels.py`, on a GPU too.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ from test_speculative import ScriptedDrafter, check_greedy
 from tiny_models import random_tokens
 
 from replayssm.engine.decode import generate
-from replayssm.engine.drafters import ModelDrafter, NGramDrafter
+from replayssm.engine.drafters import ModelDrafter
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.speculative import SpeculativeDecoder, speculate
 from replayssm.models import Adapter, load
@@ -56,49 +59,6 @@ def test_a_drafter_replays_graphs_too(temperature, tiny_model):
             graphs=graphs,
         )
         texts.append(run(decoder, prompts, 60))
-    assert texts[0] == texts[1]
-
-
-def test_rows_are_preempted_and_resumed(tiny_model):
-    adapter, policy = Adapter(tiny_model("qwen3_5").cuda()), parse_policy("fp16-sr+nvfp4@6")
-    prompts = [[5, 6, 7, 8] * 3, [9, 4, 9, 4, 9, 4], [31, 32, 33]]
-
-    def started():
-        made = SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=3, seed=2)
-        made.start(prompts, max_new_tokens=40)
-        return made
-
-    whole = started()
-    while whole.running:
-        whole.round()
-    first, other = started(), started()
-    for _ in range(5):
-        first.round()
-    taken = first.preempt(1)
-    other.preempt(0)
-    other.resume(0, taken)
-    while other.running:
-        other.round()
-    assert other.rows[0].tokens == whole.rows[1].tokens
-
-
-def test_rejected_records_leave_no_trace_on_a_gpu(tiny_model):
-    from test_speculative import _poison
-
-    adapter, policy = Adapter(tiny_model("mamba2").cuda()), parse_policy("fp16+nvfp4@6")
-    prompts = random_tokens(2, 7, seed=1).tolist()
-    made = generate(adapter, torch.tensor(prompts), policy, max_new_tokens=40)
-    want = [list(row.tokens) for row in made]
-    texts = []
-    for poison in (False, True):
-        drafter = ScriptedDrafter(want, right=(2, 0, 4, 1))
-        decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=4)
-        decoder.start(prompts, max_new_tokens=40)
-        while decoder.running:
-            decoder.round()
-            if poison:
-                _poison(decoder._state)
-        texts.append([row.tokens for row in decoder.rows])
     assert texts[0] == texts[1]
 
 

@@ -1,10 +1,9 @@
-"""Speculation on kernels, by replayed passes, and over long texts of the built-in models.
+"""Speculation by replayed passes, and over long texts of the built-in models.
 
-The first runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`); the
-last takes minutes a case (`pytest -m slow`), on a GPU if there is one.
+The latter takes minutes a case (`pytest -m slow`), on a GPU if there is one. Windows sum in their
+own order there; `test_speculative_exact.py` has one order for windows and single tokens.
 """
 
-import copy
 import functools
 import warnings
 
@@ -22,38 +21,8 @@ from replayssm.policy import parse_policy
 from replayssm.study.corpus import heldout_problems
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-on_device = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
-TRITON = "triton" if DEVICE == "cuda" else "triton (interpreted)"
-
 TOKENS, PROMPT = 2000, 32
 POLICIES = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "fp32+nvfp4", "fp16+nvfp4")
-
-
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
-@on_device
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_speculation_on_kernels(name):
-    """Rejections, rows that differ, a flush: the tokens of token-by-token decoding in torch."""
-    model = copy.deepcopy(tiny_model(name)).to(DEVICE)
-    adapter, policy = Adapter(model), parse_policy("fp16+nvfp4@4")
-    prompts, tokens = random_tokens(2, 5).tolist(), 9
-    want = generate(
-        adapter,
-        torch.tensor(prompts),
-        policy,
-        max_new_tokens=tokens,
-        backend="reference",
-    )
-    want = [list(row.tokens) for row in want]
-    drafter = ScriptedDrafter(want, right=(1, 3, 0))
-    decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=3, backend="triton")
-    decoder.start(prompts, max_new_tokens=tokens)
-    while decoder.running:
-        decoder.round()
-    decoder.finish()
-    assert decoder.backends == (TRITON,)
-    got = [row.tokens for row in decoder.rows]
-    assert got == want  # of this text; elsewhere, a code may fall on the other side
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has real graphs")
@@ -97,7 +66,7 @@ def test_long_texts_are_those_of_decoding(name, policy, batch):
     prompts = [tokens[:PROMPT] for tokens in problems if len(tokens) >= PROMPT][:batch]
     made = generate(model.adapter, torch.tensor(prompts), policy, max_new_tokens=TOKENS)
     want = [list(row.tokens) for row in made]
-    ties, same = 0, 0
+    ties, same = [], 0
     for drafts in range(1, 9):
         drafter = ScriptedDrafter(want, right=(8, 8, 3, 8, 0, 8, 1))
         got = speculate(
@@ -107,7 +76,9 @@ def test_long_texts_are_those_of_decoding(name, policy, batch):
         if tokens_of(got) != want:
             ties += check_greedy(model.adapter, prompts, policy, got)
     if ties:
+        listed = "; ".join(f"{tie.chosen} for {tie.best} by {tie.gap:.1e}" for tie in ties)
         warnings.warn(
-            f"{name} {policy.label} batch {batch}: {same} of {8 * batch} texts equal, {ties} ties",
+            f"{name} {policy.label} batch {batch}: {same} of {8 * batch} texts equal, "
+            f"{len(ties)} ties (in standard deviations of the logits): {listed}",
             stacklevel=1,
         )
