@@ -70,15 +70,16 @@ class PrefillCache:
         if self._adapter.has_experts or not reads_windows(self._adapter):
             together = 1
         assert together == 1 or together % ROW_MULTIPLE == 0
-        rows = None
-        for start in range(0, len(prompts), together):
-            group = [tuple(prompt) for prompt in prompts[start : start + together]]
+        sides: dict[int, _Rows] = {}
+        for group in _groups([tuple(prompt) for prompt in prompts], together):
             waiting = list(dict.fromkeys(key for key in group if key not in self._kept))
             if together == 1 or not waiting:
                 done = {key: self._run_alone(key) for key in waiting}
             else:
-                rows = rows or _Rows(self._adapter, _count(self._adapter, waiting, together))
-                done = rows.run(waiting, self._backend)
+                count = _count(self._adapter, waiting, together)
+                if count not in sides:
+                    sides[count] = _Rows(self._adapter, count)
+                done = sides[count].run(waiting, self._backend)
             for key in group:
                 if key in done:
                     self._keep(key, *done[key])
@@ -177,8 +178,23 @@ def fills_rows(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def _groups(prompts: Sequence[_Key], together: int) -> Iterator[list[_Key]]:
+    """`prompts` in order, up to `together` at a time, none much shorter than another: all rows
+    compute until the longest has ended.
+    """
+    group: list[_Key] = []
+    for prompt in prompts:
+        sizes = [1 + len(key) // WINDOW for key in (*group[:1], *group[-1:], prompt)]
+        if group and (len(group) == together or max(sizes) > 2 * min(sizes)):
+            yield group
+            group = []
+        group.append(prompt)
+    if group:
+        yield group
+
+
 def _count(adapter: Adapter, keys: Sequence[_Key], together: int) -> int:
-    """Rows for `keys` and for groups that are not larger."""
+    """Rows for `keys`."""
     if fills_rows(adapter.device):
         return together
     return -(-len(keys) // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -113,6 +113,13 @@ def test_more_prompts_than_rows_and_equal_ones(runs):
     assert_equal(got[9], *run_many(adapter, [asked[9]], together=8))
 
 
+def test_prompts_of_a_group_are_alike_in_length(runs):
+    adapter = Adapter(tiny_model("mamba2"))
+    asked = [random_tokens(1, n, seed=n)[0].tolist() for n in (300, 200, 90, 80, 5, 4)]
+    run_many(adapter, asked, together=8)
+    assert [[len(key) for key in group] for group in runs] == [[300, 200], [90, 80, 5, 4]]
+
+
 def test_a_kept_prompt_is_not_run_again(runs):
     adapter, long = Adapter(tiny_model("mamba2")), prompts()[5]
     with torch.inference_mode():
