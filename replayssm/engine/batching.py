@@ -148,7 +148,7 @@ def generate_many(
     if prefill is not None:
         waiting = batch.read(requests, prefill)
     else:
-        prefills = prefills or PrefillCache(adapter, max_bytes=0, backend=backend)
+        prefills = prefills or PrefillCache(adapter, max_bytes=0)
         waiting = batch.prefilled(requests, prefills)
     sampler, stops = sampler or Sampler(), frozenset(stop_tokens)
 

@@ -47,10 +47,10 @@ class PrefillCache:
     as it is.
     """
 
-    def __init__(self, adapter: Adapter, *, max_bytes: int | None = None, backend: str = "auto"):
+    def __init__(self, adapter: Adapter, *, max_bytes: int | None = None):
         if max_bytes is None:
             max_bytes = (8 if adapter.device.type == "cuda" else 1) * _GIB
-        self._adapter, self._backend, self._room = adapter, backend, max_bytes
+        self._adapter, self._room = adapter, max_bytes
         self._kept: dict[_Key, _Done] = {}
 
     def run(self, prompt: Sequence[int]) -> tuple[Stream, Tensor]:
@@ -79,14 +79,14 @@ class PrefillCache:
                 count = _count(self._adapter, waiting, together)
                 if count not in sides:
                     sides[count] = _Rows(self._adapter, count)
-                done = sides[count].run(waiting, self._backend)
+                done = sides[count].run(waiting)
             for key in group:
                 if key in done:
                     self._keep(key, *done[key])
                 yield done[key] if key in done else self._kept[key]
 
     def _run_alone(self, key: _Key) -> _Done:
-        stream = _stream(self._adapter, 1, self._backend)
+        stream = _stream(self._adapter, 1)
         return stream, stream.prefill(torch.tensor([key]))[0]
 
     def _keep(self, key: _Key, stream: Stream, logits: Tensor) -> None:
@@ -105,13 +105,13 @@ class _Rows:
 
     def __init__(self, adapter: Adapter, count: int):
         self._adapter, self._count = adapter, count
-        like = _stream(adapter, 1, "reference")
+        like = _stream(adapter, 1)
         like.prefill(torch.zeros(1, 1, dtype=torch.int64))
         self._lanes = LaneCache(adapter, like.cache, count, experts_by_row=False)
-        self._session = _stream(adapter, count, "reference").session
+        self._session = _stream(adapter, count).session
         self._start = like.session.prefill_states()
 
-    def run(self, keys: Sequence[_Key], backend: str) -> dict[_Key, _Done]:
+    def run(self, keys: Sequence[_Key]) -> dict[_Key, _Done]:
         """Every prompt of `keys`, at most as many as there are rows, after its last token."""
         self._session.load_prefill(
             [(n, s.new_zeros(self._count, *s.shape[1:])) for n, s in self._start]
@@ -134,7 +134,7 @@ class _Rows:
                 at = torch.where(takes_part, at + window, at)
                 self._lanes.seek(at.tolist())
                 for row in (takes_part & (at == ends)).nonzero()[:, 0].tolist():
-                    done[keys[row]] = self._take(row, int(at[row]), backend), logits[row].clone()
+                    done[keys[row]] = self._take(row, int(at[row])), logits[row].clone()
             window = min(2 * window, WINDOW)
         return done
 
@@ -164,8 +164,8 @@ class _Rows:
         tensors = cache_tensors(self._lanes.cache)
         return [tensor for name, tensor in tensors.items() if ".conv." in name]
 
-    def _take(self, row: int, position: int, backend: str) -> Stream:
-        stream = _stream(self._adapter, 1, backend)
+    def _take(self, row: int, position: int) -> Stream:
+        stream = _stream(self._adapter, 1)
         stream.adopt(
             self._lanes.take(row, tokens=position),
             [(position, s[row : row + 1].clone()) for _, s in self._session.prefill_states()],
@@ -200,10 +200,10 @@ def _count(adapter: Adapter, keys: Sequence[_Key], together: int) -> int:
     return -(-len(keys) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def _stream(adapter: Adapter, rows: int, backend: str) -> Stream:
-    # The policy is never used: nothing is handed over.
+def _stream(adapter: Adapter, rows: int) -> Stream:
+    # Neither policy nor backend is ever used: nothing is handed over, and others continue it.
     group = RowGroup(policy=parse_policy("fp32"), sequences=(0,) * rows, seeds=(0,) * rows)
-    return Stream(adapter, [group], source=range(rows), capacity=0, backend=backend)
+    return Stream(adapter, [group], source=range(rows), capacity=0, backend="reference")
 
 
 def _chosen(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

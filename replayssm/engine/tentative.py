@@ -94,7 +94,7 @@ class TentativeRows:
         adapter, rows = self.adapter, len(prompts)
         for prompt in prompts:
             adapter.check_length(len(prompt) + room)
-        prefills = PrefillCache(adapter, backend=self.backend)  # equal prompts are run once
+        prefills = PrefillCache(adapter)  # equal prompts are run once
         group = RowGroup(
             policy=self._rollback.policy, sequences=tuple(sequences), seeds=tuple(seeds)
         )

@@ -308,7 +308,7 @@ class _Evaluation:
                     for sample in range(self.spec.samples_of(request))
                     for prompt in self.prompts[number]
                 ]
-                prefills = PrefillCache(self.loaded.adapter, backend=self.backend)
+                prefills = PrefillCache(self.loaded.adapter)
                 for arm, described in enumerate(self.spec.arms()):
                     bar.set_description(f"{request.name}, {described.label}")
                     with self._store(arm, number) as store:
