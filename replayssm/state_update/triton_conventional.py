@@ -21,7 +21,6 @@ from replayssm.ops.triton_conventional import ConventionalLaunch
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import Inputs, StateUpdate
 
-RECURRENCES = ("mamba2", "gated_delta")
 _FORMATS = (FP32, FP16, BF16)
 
 
@@ -56,7 +55,7 @@ class ConventionalReader:
     def __call__(self, update: StateUpdate, cache: ReplayCache, inputs: Inputs) -> Tensor:
         """Outputs FP32 [B, T, heads, rows] of T tokens. In place: the checkpoint, or snapshots.
 
-        Raises ValueError for another policy or recurrence, and where kernels cannot run.
+        Raises ValueError for another policy, and where kernels cannot run.
         """
         check_conventional(update.policy)
         reason = no_device(update.device)
@@ -75,11 +74,8 @@ class ConventionalReader:
 def _kernel(recurrence: str) -> Callable[..., Tensor]:
     if recurrence == "mamba2":
         from replayssm.ops.mamba2.triton_conventional import conventional
-    elif recurrence == "gated_delta":
-        from replayssm.ops.gated_delta.triton_conventional import conventional
     else:
-        raise ValueError(
-            f"recurrence {recurrence} has no conventional kernel; these have: "
-            + ", ".join(RECURRENCES)
-        )
+        from replayssm.ops.gated_delta.triton_conventional import (
+            conventional,
+        )  # of both delta rules
     return conventional

@@ -62,11 +62,14 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(recurrence: str) -> Kernels:
-    """The Triton launchers of "mamba2" or "gated_delta"."""
+    """The Triton launchers of "mamba2", "gated_delta" or "kimi_delta"."""
     if recurrence == "mamba2":
         from replayssm.ops.mamba2 import triton_conventional, triton_decode, triton_window
-    else:
+    elif recurrence == "gated_delta":
         from replayssm.ops.gated_delta import triton_conventional, triton_decode, triton_window
+    else:
+        from replayssm.ops.gated_delta import triton_conventional  # of both delta rules
+        from replayssm.ops.kimi_delta import triton_decode, triton_window
     return Kernels(
         decode=triton_decode.decode,
         step=triton_decode.step,

@@ -118,4 +118,5 @@ _PUBLIC = {
             True,
         ),
     ),
+    "kimi_delta": (("fla.ops.kda", "fused_recurrent_kda", _fused_recurrent, True),),
 }

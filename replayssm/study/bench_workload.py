@@ -21,13 +21,20 @@ from replayssm.formats.codec import dequantize
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta import reference as gated_delta
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
+from replayssm.ops.kimi_delta import reference as kimi_delta
+from replayssm.ops.kimi_delta.reference import KimiDeltaGeometry, KimiDeltaInputs
 from replayssm.ops.mamba2 import reference as mamba2
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.ring import token_slots
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, StateGeometry
 
-Geometry = Mamba2Geometry | GatedDeltaGeometry
-Inputs = Mamba2Inputs | GatedDeltaInputs
+Geometry = Mamba2Geometry | GatedDeltaGeometry | KimiDeltaGeometry
+Inputs = Mamba2Inputs | GatedDeltaInputs | KimiDeltaInputs
+_RECURRENCES = {
+    Mamba2Geometry: ("mamba2", mamba2),
+    GatedDeltaGeometry: ("gated_delta", gated_delta),
+    KimiDeltaGeometry: ("kimi_delta", kimi_delta),
+}
 
 DISTINCT = 4  # sequences that are computed with in float64
 LAYER_INDEX = 0
@@ -45,12 +52,12 @@ class BenchLayer:
 
     @property
     def recurrence(self) -> str:
-        return "mamba2" if isinstance(self.geometry, Mamba2Geometry) else "gated_delta"
+        return _RECURRENCES[type(self.geometry)][0]
 
     @property
     def reference(self):
         """The module of the recurrence's reference."""
-        return mamba2 if self.recurrence == "mamba2" else gated_delta
+        return _RECURRENCES[type(self.geometry)][1]
 
     @property
     def sizes(self) -> StateGeometry:
@@ -74,6 +81,13 @@ def _gated_delta(name: str, title: str, v_heads: int) -> BenchLayer:
     return BenchLayer(name=name, title=title, geometry=geometry)
 
 
+def _kimi_delta(name: str, title: str, heads: int) -> BenchLayer:
+    geometry = KimiDeltaGeometry(
+        num_k_heads=heads, num_v_heads=heads, head_k_dim=128, head_v_dim=128
+    )
+    return BenchLayer(name=name, title=title, geometry=geometry)
+
+
 LAYERS = {
     layer.name: layer
     for layer in (
@@ -82,6 +96,7 @@ LAYERS = {
         _mamba2("nemotron-3-nano-4b", "Nemotron-3 Nano 4B", 96, 80),
         _gated_delta("qwen3.5-4b", "Qwen3.5 4B", 32),
         _gated_delta("qwen3.5-122b", "Qwen3.5 122B", 64),
+        _kimi_delta("kimi-linear-48b", "Kimi Linear 48B", 32),
     )
 }
 
@@ -131,11 +146,13 @@ def make_sequences(layer: BenchLayer, ring_len: int, device: str | torch.device)
         )
     else:
         unit = layer.geometry.head_k_dim**-0.5
-        inputs = GatedDeltaInputs(
+        make = KimiDeltaInputs if layer.recurrence == "kimi_delta" else GatedDeltaInputs
+        gates = shapes["g"]  # one a head, or one for each of its key channels
+        inputs = make(
             q=(F.normalize(normal(*shapes["q"]), dim=-1) * unit).bfloat16(),
             k=F.normalize(normal(*shapes["k"]), dim=-1).bfloat16(),
             v=normal(*shapes["v"]).bfloat16(),
-            g=-0.1 * rates * uniform(heads),
+            g=-0.1 * rates.view(heads, *[1] * (len(gates) - 1)) * uniform(*gates),
             beta=uniform(heads),
         )
     shape = (DISTINCT, *layer.geometry.state_shape)

@@ -57,7 +57,11 @@ MODULES = {
         kimi_delta.reference, kimi_delta_decode, kimi_delta_window, kimi_delta_flush,
     ),
 }  # fmt: skip
-CONVENTIONAL = {Mamba2Geometry: mamba2_conventional, GatedDeltaGeometry: gated_delta_conventional}
+CONVENTIONAL = {
+    Mamba2Geometry: mamba2_conventional,
+    GatedDeltaGeometry: gated_delta_conventional,
+    KimiDeltaGeometry: gated_delta_conventional,
+}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -194,7 +198,7 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
             yield name, kernel
 
 
-def conventional_launches(geometry: Mamba2Geometry | GatedDeltaGeometry):
+def conventional_launches(geometry: Geometry):
     """The conventional kernel with every launch that the benchmark tries; yields as `launches`."""
     module = CONVENTIONAL[type(geometry)]
     make_inputs = mamba2_inputs if module is mamba2_conventional else delta_inputs
@@ -241,7 +245,7 @@ CASES = [
     (KIMI_ODD, "fp32+mxfp4@5", torch.float32),
 ]
 OTHER_ARCHITECTURES = ("fp16-sr+nvfp4",)
-CONVENTIONAL_CASES = (SUPER, NANO_4B, QWEN_4B)
+CONVENTIONAL_CASES = (SUPER, NANO_4B, QWEN_4B, KIMI_48B)
 
 
 def compiled(arch: int):

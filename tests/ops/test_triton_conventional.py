@@ -4,15 +4,18 @@ import pytest
 import torch
 from recurrence_cases import GEOMETRIES, make_inputs, make_update, random_state, take_tokens
 
-from replayssm.ops.gated_delta import triton_conventional as gated_delta
+from replayssm.ops.gated_delta import triton_conventional as delta_rules
 from replayssm.ops.mamba2 import triton_conventional as mamba2
 from replayssm.ops.triton_conventional import SWEEP, ConventionalLaunch
 from replayssm.state_update import RECURRENCES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-KERNELS = {"mamba2": mamba2.conventional, "gated_delta": gated_delta.conventional}
-NAMES = [name for name, (recurrence, _) in GEOMETRIES.items() if recurrence in KERNELS]
+KERNELS = {
+    "mamba2": mamba2.conventional,
+    "gated_delta": delta_rules.conventional,
+    "kimi_delta": delta_rules.conventional,
+}
 LAUNCH = ConventionalLaunch(rows=8, num_warps=2)
 # What a state may be off after three tokens: FP32 arithmetic, else three roundings.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -34,7 +37,7 @@ def case(name, tokens=3, rows=3, ring=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GEOMETRIES)
 def test_tokens_equal_the_recurrence(name, dtype):
     recurrence, inputs, start = case(name)
     start = start.to(dtype)
@@ -52,7 +55,7 @@ def test_tokens_equal_the_recurrence(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GEOMETRIES)
 def test_many_tokens_equal_one_at_a_time(name, dtype):
     recurrence, inputs, start = case(name)
     kernel, slots = KERNELS[recurrence], torch.tensor([2, 0, 1], device=DEVICE)
@@ -69,7 +72,7 @@ def test_many_tokens_equal_one_at_a_time(name, dtype):
     assert torch.equal(kept.cpu(), start.to(dtype)), "snapshots leave the state alone"
 
 
-@pytest.mark.parametrize("name", ["mamba2-p5-n7", "delta-r2-odd"])
+@pytest.mark.parametrize("name", ["mamba2-p5-n7", "delta-r2-odd", "kimi-r2-odd"])
 @pytest.mark.parametrize("launch", SWEEP, ids=lambda launch: launch.label)
 def test_every_launch_of_the_sweep_gives_the_same(name, launch):
     recurrence, inputs, start = case(name, tokens=1)

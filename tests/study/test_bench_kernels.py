@@ -10,6 +10,7 @@ import torch
 
 from replayssm import cli
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry
+from replayssm.ops.kimi_delta.reference import KimiDeltaGeometry
 from replayssm.ops.mamba2.reference import Mamba2Geometry
 from replayssm.policy import parse_policy
 from replayssm.study import bench_kernels, bench_timing
@@ -35,13 +36,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {
     "mamba2": Mamba2Geometry(num_heads=2, head_dim=16, n_groups=1, d_state=32),
     "gated_delta": GatedDeltaGeometry(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
+    "kimi_delta": KimiDeltaGeometry(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16),
 }
 SMALL = {"batches": (2,), "ring_lens": (3,), "states": ("fp32",), "window": 2}
 
 
 @pytest.fixture(autouse=True)
 def tiny_layers(monkeypatch):
-    """The layers "mamba2" and "gated_delta", and two launches instead of the whole sweep."""
+    """A layer of each recurrence, under its name, and two launches instead of the whole sweep."""
     from replayssm.ops import triton_conventional
 
     for name, geometry in TINY.items():
@@ -262,7 +264,11 @@ def test_settings_are_checked(options, message):
 
 # -- public kernels --------------------------------------------------------------------------------
 def test_absent_public_kernels_are_named():
-    for recurrence, name in (("mamba2", "mamba_ssm"), ("gated_delta", "fla")):
+    for recurrence, name in (
+        ("mamba2", "mamba_ssm"),
+        ("gated_delta", "fla"),
+        ("kimi_delta", "fla"),
+    ):
         if name in sys.modules:
             pytest.skip(f"{name} is installed")
         found, missing = public_updates(recurrence)
@@ -281,10 +287,18 @@ def selective_state_update(state, x, dt, A, B, C, D=None, dt_bias=None, dt_softp
 
 def fused_recurrent_gated_delta_rule(q, k, v, *, g, beta, scale, initial_state, output_final_state):
     """The same of fla: states [B, HV, K, V], a new one is returned."""
+    return fused_recurrent_kda(
+        q, k, v, g[..., None], beta, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state,
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(q, k, v, g, beta, *, scale, initial_state, output_final_state):
+    """The same with a gate for every key channel, [B, T, HV, K]."""
     assert scale == 1.0 and output_final_state
     per_key = v.shape[2] // k.shape[2]
     q, k = (t[:, 0].float().repeat_interleave(per_key, 1) for t in (q, k))
-    state = initial_state * g[:, 0, :, None, None].exp()
+    state = initial_state * g[:, 0, :, :, None].exp()
     u = beta[:, 0, :, None] * (v[:, 0] - (state * k[..., None]).sum(-2))
     state = state + k[..., None] * u[..., None, :]
     return (state * q[..., None]).sum(-2)[:, None].to(v.dtype), state
@@ -295,6 +309,7 @@ def fused_recurrent_gated_delta_rule(q, k, v, *, g, beta, scale, initial_state, 
     [
         ("mamba2", "mamba_ssm.ops.triton.selective_state_update", selective_state_update),
         ("gated_delta", "fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule),
+        ("kimi_delta", "fla.ops.kda", fused_recurrent_kda),
     ],
 )
 def test_public_kernels_are_called_as_documented(recurrence, module, function, monkeypatch):

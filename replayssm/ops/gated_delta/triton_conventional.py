@@ -1,7 +1,8 @@
-"""Gated DeltaNet the conventional way: the whole state is read and written for every token.
+"""Delta rules the conventional way: the whole state is read and written for every token.
 
-Owns the kernel and the launcher of the conventional update, the yardstick of the benchmarks.
-Knows no policy and no ring. Legend: reference.py; S slots, TILES tiles of BV rows a head.
+Owns the kernel and the launcher of the conventional update, the yardstick of the benchmarks, also
+for Kimi Delta Attention, where a decay for every key channel changes one load. Knows no policy and
+no ring. Legend: reference.py; S slots, TILES tiles of BV rows a head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from replayssm.ops.gated_delta.reference import EXACT_INPUTS, GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_launch import token_argument
+from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.quantize.layout import load_matrix, store_matrix
 from replayssm.ops.triton_conventional import (
     ConventionalLaunch,
@@ -29,6 +31,7 @@ def conventional_kernel(
     snapshots,                          # [B, T, HV, V, K] or None
     HK, HV,                             # not constants: models that share V and K share a binary
     V: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
+    CHANNELS: tl.constexpr,             # whether every key channel has its decay
     BV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (HV * TILES, B)."""
@@ -54,7 +57,11 @@ def conventional_kernel(
         k = tl.load(at_k, mask=in_k, other=0).to(tl.float32)
         q = tl.load(at_q, mask=in_k, other=0).to(tl.float32)
         v = tl.load(at_v, mask=in_v, other=0).to(tl.float32)
-        decay = tl.exp(tl.load(tokens.g + row * tokens.g_row + token * tokens.g_token + head))
+        at_g = tokens.g + row * tokens.g_row + token * tokens.g_token
+        if CHANNELS:
+            decay = tl.exp(tl.load(at_g + head * K + column, mask=in_k, other=0))[None, :]
+        else:
+            decay = tl.exp(tl.load(at_g + head))
         beta = tl.load(tokens.beta + row * tokens.beta_row + token * tokens.beta_token + head)
 
         decayed = carried * decay
@@ -74,7 +81,7 @@ def conventional_kernel(
 def conventional(
     state: Tensor,
     slots: Tensor,
-    inputs: GatedDeltaInputs,
+    inputs: GatedDeltaInputs | KimiDeltaInputs,
     *,
     launch: ConventionalLaunch,
     snapshots: Tensor | None = None,
@@ -116,6 +123,7 @@ def conventional(
         V=V,
         K=K,
         T=count,
+        CHANNELS=inputs.g.dim() == 4,
         BV=launch.rows,
         WIDTH=triton.next_power_of_2(K),
         num_warps=launch.num_warps,
