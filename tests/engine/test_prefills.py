@@ -12,6 +12,7 @@ from replayssm.engine.batching import Request, generate_many
 from replayssm.engine.prefills import PrefillCache
 from replayssm.models import Adapter, attention
 from replayssm.models.kv_cache import cache_tensors
+from replayssm.models.loading import load
 from replayssm.policy import parse_policy
 
 
@@ -172,3 +173,17 @@ def test_models_that_cannot_read_side_by_side(runs):
         ):
             assert_equal(one, other)
     assert not runs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["builtin/gdn", "builtin/mamba2"])
+def test_prompts_run_together_on_a_gpu(name):
+    adapter = load(name, device="cuda", dtype="float32").adapter
+    asked = [random_tokens(1, n, seed=n, vocab=2000)[0].tolist() for n in range(60, 560, 20)]
+    first = run_many(adapter, asked, together=32)
+    for index, got in enumerate(run_many(adapter, asked[::-2], together=32)):
+        assert_equal(got, first[-1 - 2 * index])
+    for got, want in zip(first, run_many(adapter, asked, together=1), strict=True):
+        for key, tensor in want.items():
+            assert got[key].shape == tensor.shape, key
+            assert torch.allclose(got[key], tensor, atol=1e-3 * float(tensor.std())), key
