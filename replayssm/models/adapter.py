@@ -34,8 +34,10 @@ class RecurrentLayer:
 class Adapter:
     """Uniform access to one model instance (see module docstring). Holds no state between calls.
 
-    exact_head: whether the last projection multiplies in FP32 whatever the model's dtype, as a
-        study needs; otherwise in the model's dtype, as servers do. Its sums are FP32 either way.
+    fast: whether sessions compute what surrounds the recurrences as servers do: norms, convolutions
+        and gates in one kernel each (`glue.py`), and the last projection in the model's dtype
+        instead of FP32 (its sums and results are FP32 either way). Otherwise it is the library's
+        own code, as a study needs.
     invariant: whether sessions compute every token in the same order of sums, whatever is computed
         beside it: slow, to compare ways of decoding token for token (`invariance.py`).
     """
@@ -45,18 +47,20 @@ class Adapter:
         model: nn.Module,
         *,
         name: str | None = None,
-        exact_head: bool = True,
+        fast: bool = False,
         invariant: bool = False,
     ):
         config = model.config.get_text_config()
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         self.model = model
-        self.invariant = invariant
+        if fast and invariant:
+            raise ValueError("an adapter is fast or invariant, not both")
+        self.fast, self.invariant = fast, invariant
         self.config = config
         self.architecture: Architecture = find_architecture(
             config.model_type, where=repr(self.name)
         )
-        self.family: Family = get_family(self.architecture.family)
+        self.family: Family = get_family(self.architecture.family, fast=fast)
         self.layers = self._find_layers()
         parameters = inspect.signature(model.forward).parameters
         keywords = [key for key in _CACHE_KEYWORDS if key in parameters]
@@ -74,7 +78,7 @@ class Adapter:
                 f"{self.name!r}: some weights are offloaded; the model must fit on its devices"
             )
         weight, bias = self.head.weight.detach(), self.head.bias
-        self._head_weight = weight.float() if exact_head else weight
+        self._head_weight = weight if fast else weight.float()
         self._head_bias = None if bias is None else bias.detach().float()
 
     def _find_layers(self) -> tuple[RecurrentLayer, ...]:

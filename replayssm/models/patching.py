@@ -2,7 +2,8 @@
 
 Owns the two kinds of replacement and their exact undoing: module-level functions (one dispatcher
 per name, present while at least one patch is active anywhere in the process) and `forward` of
-single module instances. Must not know recurrences, policies or caches.
+single module instances. Functions are recurrences, which a layer must reach exactly once, or side
+functions, which a claimed layer may have in its own way. Must not know policies or caches.
 
 transformers looks its recurrence functions up by name in the modeling module each time a layer
 runs, so replacing the module attribute reaches every layer of every model of that architecture in
@@ -16,7 +17,7 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +42,12 @@ class _Running(threading.local):
 
 
 class _LayerCall:
-    """One execution of a claimed layer: where its recurrence goes, and whether it got there."""
+    """One execution of a claimed layer: where its recurrence goes, whether it got there, and what
+    it has instead of side functions, by name.
+    """
 
-    def __init__(self, call: Call):
-        self.call = call
+    def __init__(self, call: Call, aside: Mapping[str, Callable]):
+        self.call, self.aside = call, aside
         self.reached = 0
 
 
@@ -65,18 +68,20 @@ def resolved_implementation(function: Callable) -> str:
 
 
 @contextmanager
-def replaced_functions(module_name: str, names: tuple[str, ...]):
-    """While active, functions `names` of `module_name` go to the claimed layer that is running.
+def replaced_functions(module_name: str, names: tuple[str, ...], *, aside: bool = False):
+    """While active, functions `names` of `module_name` go to the claimed layer that is running;
+    with `aside` as side functions.
 
     Yields {name: what the library would have run}. Nested and overlapping uses share one
     dispatcher; the last to leave restores the original object.
     """
+    make = _make_side_dispatcher if aside else _make_dispatcher
     module = importlib.import_module(module_name)
     held: list[str] = []
     try:
         with _lock:
             for name in names:
-                _hold(module, name)
+                _hold(module, name, make)
                 held.append(name)
             originals = {name: _dispatchers[module_name, name][0] for name in names}
         yield {name: resolved_implementation(original) for name, original in originals.items()}
@@ -86,11 +91,11 @@ def replaced_functions(module_name: str, names: tuple[str, ...]):
                 _release(module, name)
 
 
-def _hold(module: Any, name: str) -> None:
+def _hold(module: Any, name: str, make: Callable[[str, Callable], Callable]) -> None:
     key = (module.__name__, name)
     if key not in _dispatchers:
         original = getattr(module, name)
-        dispatcher = _make_dispatcher(name, original)
+        dispatcher = make(name, original)
         _dispatchers[key] = [original, 0, dispatcher]
         setattr(module, name, dispatcher)
     _dispatchers[key][1] += 1
@@ -117,6 +122,17 @@ def _make_dispatcher(name: str, original: Callable) -> Callable:
         running = _running.stack[-1]
         running.reached += 1
         return running.call(name, args, kwargs)
+
+    return dispatcher
+
+
+def _make_side_dispatcher(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def dispatcher(*args: Any, **kwargs: Any) -> Any:
+        replacement = _running.stack[-1].aside.get(name) if _running.stack else None
+        if replacement is None:
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     return dispatcher
 
@@ -160,8 +176,11 @@ def never_one_token(forward: Callable) -> Callable:
 
 
 @contextmanager
-def claimed_layer(mixer: nn.Module, call: Call, *, where: str):
-    """While active, the recurrence of this layer instance goes to `call`.
+def claimed_layer(
+    mixer: nn.Module, call: Call, *, where: str, aside: Mapping[str, Callable] | None = None
+):
+    """While active, the recurrence of this layer instance goes to `call`, and side functions to
+    those of `aside`, by name, which get the original as their first argument.
 
     Refuses what would make the numbers wrong without an error: padding inside a row and a layer
     that finishes without its recurrence having reached us (exactly once).
@@ -183,7 +202,7 @@ def claimed_layer(mixer: nn.Module, call: Call, *, where: str):
                     f"{where} got a padding mask; padding would enter the recurrent state: run "
                     "prompts of equal length together, without padding"
                 )
-            running = _LayerCall(call)
+            running = _LayerCall(call, aside or {})
             _running.stack.append(running)
             try:
                 out = forward(*args, **kwargs)

@@ -97,11 +97,11 @@ def random_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
-    exact_head: bool = True,
+    fast: bool = False,
 ) -> Adapter:
     """A model of CONFIGURATIONS on `device`, the same weights each time on one kind of device.
 
-    exact_head: see `Adapter`. Raises ModelError for an unknown name.
+    fast: see `Adapter`. Raises ModelError for an unknown name.
     """
     if name not in CONFIGURATIONS:
         raise ModelError(
@@ -111,7 +111,7 @@ def random_model(
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(make_config(**values), dtype=dtype)
-    adapter = Adapter(model.eval(), name=name, exact_head=exact_head)
+    adapter = Adapter(model.eval(), name=name, fast=fast)
     for layer in adapter.layers:
         _remember(layer.mixer)
     return adapter

@@ -25,6 +25,7 @@ from replayssm.cache.replay import ReplayCache
 from replayssm.models.adapter import Adapter, RecurrentLayer
 from replayssm.models.attention import shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.glue import SIDE_FUNCTIONS, glue
 from replayssm.models.invariance import invariant_order
 from replayssm.models.patching import (
     claimed_layer,
@@ -158,13 +159,17 @@ class ReplaySession:
             for state in self._layers:
                 layer = state.layer
                 where = f"{self.adapter.name!r} layer {layer.index} ({layer.name})"
-                stack.enter_context(claimed_layer(layer.mixer, self._make_call(state), where=where))
+                call = self._make_call(state)
+                aside = SIDE_FUNCTIONS if self.adapter.fast else None
+                stack.enter_context(claimed_layer(layer.mixer, call, where=where, aside=aside))
                 faulty = getattr(layer.mixer, self.adapter.architecture.one_token_fault or "", None)
                 if faulty is not None and not isinstance(faulty, nn.Identity):
                     stack.enter_context(replaced_forward(faulty, never_one_token))
             stack.enter_context(few_threads(self.adapter.device))
             stack.enter_context(shared_key_attention(self.adapter.config))
             stack.enter_context(replaced_forward(self.adapter.head, self.adapter.fp32_head))
+            if self.adapter.fast:
+                stack.enter_context(glue(self.adapter))
             if self.adapter.invariant:
                 stack.enter_context(invariant_order(self.adapter.config, self.adapter.device))
             self._active = stack.pop_all()

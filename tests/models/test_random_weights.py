@@ -33,12 +33,12 @@ def logits(name, tokens, **options):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_last_projection_delivers_fp32_either_way(name):
+def test_a_fast_model_says_the_same(name):
+    """Its last projection delivers FP32, too; BF16 is rounded elsewhere."""
     tokens = torch.randint(512, (2, 5))
-    exact, fast = (logits(name, tokens, exact_head=exact) for exact in (True, False))
+    exact, fast = (logits(name, tokens, fast=fast) for fast in (False, True))
     assert exact.dtype == fast.dtype == torch.float32
-    assert torch.allclose(exact, fast, rtol=1e-5, atol=1e-5)
-    assert exact.std() > 0
+    assert (exact - fast).norm() < 0.05 * exact.norm()
 
 
 def test_other_names_are_refused():

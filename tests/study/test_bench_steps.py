@@ -39,7 +39,7 @@ def few_cycles(monkeypatch):
 
 @pytest.fixture(scope="module")
 def probe():
-    adapter = random_model(QWEN, dtype=torch.float32, device=DEVICE, exact_head=False)
+    adapter = random_model(QWEN, dtype=torch.float32, device=DEVICE)
     return observe(adapter, 6)
 
 

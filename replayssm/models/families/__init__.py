@@ -48,18 +48,21 @@ class Family(Protocol):
         """Log decay of every token and head, FP32 [B, T, H], <= 0."""
 
 
-def get_family(name: str) -> Family:
-    """The family called `name` ("gated_delta", "kimi_delta" or "mamba2")."""
+def get_family(name: str, *, fast: bool = False) -> Family:
+    """The family called `name` ("gated_delta", "kimi_delta" or "mamba2").
+
+    fast: whether it prepares inputs by kernels (`ops/glue`), in another order of sums.
+    """
     from replayssm.models.families import gated_delta, kimi_delta, mamba2
 
     families = {
-        "gated_delta": gated_delta.GatedDelta(),
-        "kimi_delta": kimi_delta.KimiDelta(),
-        "mamba2": mamba2.Mamba2(),
+        "gated_delta": gated_delta.GatedDelta,
+        "kimi_delta": kimi_delta.KimiDelta,
+        "mamba2": mamba2.Mamba2,
     }
     if name not in families:
         raise ValueError(f"unknown family {name!r}; known families: {sorted(families)}")
-    return families[name]
+    return families[name](fast=fast)
 
 
 def state_placeholder(like: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ Facts of both transformers versions, and what we make of them:
 * The state argument is K-first in the library, V-first with us; it never crosses this border.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class GatedDelta:
     functions = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
     inputs: type = GatedDeltaInputs  # of the operator
 
+    def __init__(self, *, fast: bool = False):
+        self._fast = fast
+
     def shapes(self, mixer: nn.Module) -> dict[str, int]:
         return {
             "num_k_heads": mixer.num_k_heads,
@@ -53,7 +57,8 @@ class GatedDelta:
     def call(self, name: str, mixer: nn.Module, execute: Execute, args: tuple, kwargs: dict) -> Any:
         del name  # both functions mean the same operator; T = 1 is no special case
         k_heads = self.shapes(mixer)["num_k_heads"]
-        return _delta_rule(self.inputs, k_heads, execute, *args, **kwargs)
+        normalise = _l2_normalise_by_kernel if self._fast else _l2_normalise
+        return _delta_rule(self.inputs, k_heads, normalise, execute, *args, **kwargs)
 
     def select_rows(self, inputs: Any, rows: slice) -> Any:
         return self.inputs(*(tensor[rows] for tensor in inputs))
@@ -68,6 +73,7 @@ class GatedDelta:
 def _delta_rule(
     make_inputs: type,
     k_heads: int,
+    normalise: Callable[..., Tensor],
     execute: Execute,
     query: Tensor,  # [B, T, HK or HV, K]
     key: Tensor,  # [B, T, HK or HV, K]
@@ -86,8 +92,8 @@ def _delta_rule(
             "architecture does that"
         )
     copies = key.shape[2] // k_heads
-    q = _l2_normalise(query[:, :, ::copies]) * query.shape[-1] ** -0.5
-    k = _l2_normalise(key[:, :, ::copies])
+    q = normalise(query[:, :, ::copies], scale=query.shape[-1] ** -0.5)
+    k = normalise(key[:, :, ::copies])
     inputs = make_inputs(q=q, k=k, v=value.float(), g=g.float(), beta=beta.float())
     out = execute(inputs, continued=initial_state is not None)  # [B, T, HV, V] FP32
     state = state_placeholder(out) if output_final_state else None
@@ -95,7 +101,14 @@ def _delta_rule(
     return out.to(query.dtype), state
 
 
-def _l2_normalise(x: Tensor) -> Tensor:
-    """x / sqrt(|x|^2 + eps) along the last axis, in FP32."""
+def _l2_normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """x / sqrt(|x|^2 + eps) along the last axis, times `scale`, in FP32."""
     x = x.float()
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + L2_NORM_EPS)
+    x = x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + L2_NORM_EPS)
+    return x if scale == 1.0 else x * scale
+
+
+def _l2_normalise_by_kernel(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    from replayssm.ops.glue.triton_glue import unit_vectors
+
+    return unit_vectors(x, L2_NORM_EPS, scale=scale)

@@ -25,6 +25,7 @@ Facts of both transformers versions, and what we make of them:
   norm.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ class Mamba2:
         "mamba2_split_conv1d_scan_combined",
     )
 
+    def __init__(self, *, fast: bool = False):
+        self._step_size = _step_size_by_kernel if fast else _step_size
+
     def shapes(self, mixer: nn.Module) -> dict[str, int]:
         return {
             "num_heads": mixer.num_heads,
@@ -62,8 +66,8 @@ class Mamba2:
         if name == "mamba2_split_conv1d_scan_combined":
             return None  # "no fused kernel": the layer then goes through mamba2_chunk_scan
         if name == "mamba2_selective_state_update":
-            return _one_token(mixer, execute, *args, **kwargs)
-        return _many_tokens(mixer, execute, *args, **kwargs)
+            return _one_token(mixer, self._step_size, execute, *args, **kwargs)
+        return _many_tokens(mixer, self._step_size, execute, *args, **kwargs)
 
     def select_rows(self, inputs: Mamba2Inputs, rows: slice) -> Mamba2Inputs:
         return inputs._replace(
@@ -79,6 +83,7 @@ class Mamba2:
 
 def _one_token(
     mixer: nn.Module,
+    step_size: Callable[..., Tensor],
     execute: Execute,
     state: Tensor,  # the placeholder
     x: Tensor,  # [B, H, P]
@@ -95,7 +100,7 @@ def _one_token(
     refuse_packing(kwargs)
     inputs = Mamba2Inputs(
         x=x[:, None],
-        dt=_step_size(
+        dt=step_size(
             mixer, dt[:, None, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus
         ),
         A=A[:, 0, 0].float(),
@@ -109,6 +114,7 @@ def _one_token(
 
 def _many_tokens(
     mixer: nn.Module,
+    step_size: Callable[..., Tensor],
     execute: Execute,
     x: Tensor,  # [B, T, H, P]
     dt: Tensor,  # [B, T, H]
@@ -130,7 +136,7 @@ def _many_tokens(
     assert tuple(dt_limit) == tuple(mixer.time_step_limit), (dt_limit, mixer.time_step_limit)
     inputs = Mamba2Inputs(
         x=x,
-        dt=_step_size(mixer, dt, dt_bias, dt_softplus),
+        dt=step_size(mixer, dt, dt_bias, dt_softplus),
         A=A.float(),
         B_=B,
         C=C,
@@ -151,3 +157,12 @@ def _step_size(mixer: nn.Module, dt: Tensor, dt_bias: Tensor | None, softplus: b
         dt = torch.where(dt > SOFTPLUS_LINEAR_ABOVE, dt, small)
     low, high = mixer.time_step_limit
     return dt.clamp(min=low, max=high) if (low, high) != (0.0, float("inf")) else dt
+
+
+def _step_size_by_kernel(
+    mixer: nn.Module, dt: Tensor, dt_bias: Tensor | None, softplus: bool
+) -> Tensor:
+    from replayssm.ops.glue.triton_glue import step_size
+
+    low, high = mixer.time_step_limit
+    return step_size(dt, dt_bias, softplus=softplus, low=low, high=high)

@@ -1,0 +1,1 @@
+"""What surrounds a recurrence in a layer, one kernel each: norms, short convolutions, gates."""

@@ -1,0 +1,256 @@
+"""Norms, short convolutions and gates of hybrid layers, each in one kernel instead of up to twelve.
+
+A decode step of a model of a few billion parameters is two thousand launches if every addition is
+one, and they take as long as its matrix products. Owns kernels and launchers; what they compute is
+said at each, with the places where it is rounded. Knows no model and no recurrence; on tensors of
+any device that Triton runs on.
+
+Legend: N rows, D elements of a row, B sequences, T tokens, C channels, W taps, H heads, K width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BEFORE, AFTER = "before", "after"
+_ELEMENTS = 1024  # of a program of an elementwise kernel
+
+
+@triton.jit
+def _silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def norm_kernel(
+    out,                                # [N, D]
+    x, gate, weight,                    # [N, D], [N, D] or None, [D]
+    x_row, gate_row, D, eps,
+    GROUP: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, D / GROUP)."""
+    row, element = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, at = element < GROUP, tl.program_id(1) * GROUP + element
+    value = tl.load(x + row * x_row + at, mask=inside, other=0).to(tl.float32)
+    if gate is not None:
+        gates = _silu(tl.load(gate + row * gate_row + at, mask=inside, other=0).to(tl.float32))
+        if EARLY:
+            value *= gates
+    value *= tl.rsqrt(tl.sum(value * value, 0) / GROUP + eps)
+    factor = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    if CENTRED:
+        factor += 1
+    if ROUNDS:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    value *= factor
+    if gate is not None:
+        if not EARLY:
+            value = value.to(out.dtype.element_ty).to(tl.float32) * gates
+    tl.store(out + row * D + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gate: Tensor | None = None,
+    gated: str = BEFORE,
+    group: int | None = None,
+    centred: bool = False,
+    rounds: bool = False,
+) -> Tensor:
+    """x [.., D] over its root mean square, times `weight` [D], like x; sums in FP32.
+
+    Args:
+        gate: like x, of which the SiLU multiplies x `gated` "before" the norm, or "after" it.
+        group: elements that share a mean; default: all D.
+        centred: the factor is 1 + weight.
+        rounds: the normalised value is rounded to x's dtype before it is multiplied, and the
+            product to that of the result (x's and weight's, promoted) before a gate.
+    """
+    D = x.shape[-1]
+    group = D if group is None else group
+    rows = x.reshape(-1, D)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if rounds and gated == BEFORE else x.dtype
+    gates = None if gate is None else gate.reshape(-1, D)
+    out = torch.empty(rows.shape, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(group)
+    norm_kernel[(len(rows), D // group)](
+        out,
+        _dense_rows(rows),
+        None if gates is None else _dense_rows(gates),
+        weight,
+        rows.stride(0) if rows.stride(1) == 1 else D,
+        0 if gates is None else (gates.stride(0) if gates.stride(1) == 1 else D),
+        D,
+        eps,
+        GROUP=group,
+        CENTRED=centred,
+        EARLY=gated == BEFORE,
+        ROUNDS=rounds,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )
+    return out.view(x.shape)
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def convolution_kernel(
+    out,                                # [B, C]
+    x, state, weight, bias,             # [B, C], [B, C, W], [C, W], [C] or None
+    C, x_row, x_channel,
+    W: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (C / BLOCK, B)."""
+    row = tl.program_id(1).to(tl.int64)
+    channel, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
+    inside = channel < C
+    here = inside[:, None] & (tap < W)
+    new = tl.load(x + row * x_row + channel * x_channel, mask=inside, other=0)
+    at = state + (row * C + channel)[:, None] * W + tap
+    old = tl.load(at + 1, mask=here & (tap < W - 1), other=0)
+    window = tl.where(tap == W - 1, new[:, None], old)
+    tl.debug_barrier()  # everybody has read what others overwrite
+    tl.store(at, window, mask=here)
+    taps = tl.load(weight + channel[:, None] * W + tap, mask=here, other=0).to(tl.float32)
+    value = tl.sum(window.to(tl.float32) * taps, 1)
+    if bias is not None:
+        value += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)
+    value = value.to(out.dtype.element_ty)
+    if SILU:
+        value = _silu(value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * C + channel, value, mask=inside)
+
+
+def convolution_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool
+) -> Tensor:
+    """One token of a causal convolution by channel: outputs [B, C, 1] like `x` [B, C, 1].
+
+    In place: `state` [B, C, W], dense, in x's dtype: the last W inputs, oldest first. weight
+    [C, W], bias [C]. The sum is FP32, rounded to x's dtype before the SiLU and after.
+    """
+    batch, channels, taps = state.shape
+    out = torch.empty(batch, channels, 1, dtype=x.dtype, device=x.device)
+    block = 256
+    convolution_kernel[(triton.cdiv(channels, block), batch)](
+        out,
+        x,
+        state,
+        weight,
+        bias,
+        channels,
+        x.stride(0),
+        x.stride(1),
+        W=taps,
+        SILU=silu,
+        WIDTH=triton.next_power_of_2(taps),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def unit_kernel(
+    out,                                # [B, T, H, K] float32
+    x,                                  # [B, T, H, K]
+    T, H, x_row, x_token, x_head, x_element, eps, scale,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * T * H,)."""
+    vector, element = tl.program_id(0), tl.arange(0, BLOCK)
+    head, token, row = vector % H, vector // H % T, (vector // H // T).to(tl.int64)
+    at = x + row * x_row + token * x_token + head * x_head + element * x_element
+    value = tl.load(at, mask=element < K, other=0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) + eps) * scale
+    tl.store(out + vector.to(tl.int64) * K + element, value, mask=element < K)
+
+
+def unit_vectors(x: Tensor, eps: float, *, scale: float = 1.0) -> Tensor:
+    """x [B, T, H, K] over sqrt(|x|^2 + eps) of its last axis, times `scale`; FP32, dense."""
+    batch, tokens, heads, width = x.shape
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    unit_kernel[(batch * tokens * heads,)](
+        out,
+        x,
+        tokens,
+        heads,
+        *x.stride(),
+        eps,
+        scale,
+        K=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def gate_kernel(out, gate, x, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = _silu(tl.load(gate + at, mask=at < count, other=0).to(tl.float32))
+    value = value.to(out.dtype.element_ty).to(tl.float32)
+    value *= tl.load(x + at, mask=at < count, other=0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+
+
+def gated(gate: Tensor, x: Tensor) -> Tensor:
+    """SiLU of `gate`, rounded to its dtype, times `x`: two dense tensors of one shape and dtype."""
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), _ELEMENTS),)
+    gate_kernel[grid](out, gate, x, x.numel(), BLOCK=_ELEMENTS, num_warps=4)
+    return out
+
+
+@triton.jit
+def step_size_kernel(
+    out,                                # [N, H] float32
+    x, bias,                            # [N, H], [H] or None
+    x_row, x_head, bias_head, H, low, high,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (N,)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = head < H
+    value = tl.load(x + row * x_row + head * x_head, mask=inside, other=0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + head * bias_head, mask=inside, other=0).to(tl.float32)
+    if SOFTPLUS:
+        # log(1 + e) with the relative accuracy of e, where it is small.
+        e = tl.exp(tl.minimum(value, 20.0))
+        one = 1 + e
+        value = tl.where(value > 20.0, value, tl.where(one == 1, e, tl.log(one) * (e / (one - 1))))
+    value = tl.minimum(tl.maximum(value, low), high)
+    tl.store(out + row * H + head, value, mask=inside)
+
+
+def step_size(x: Tensor, bias: Tensor | None, *, softplus: bool, low: float, high: float) -> Tensor:
+    """x [B, T, H] plus `bias` [H], its softplus if wanted, clamped to low .. high; FP32, dense."""
+    batch, tokens, heads = x.shape
+    rows = x.reshape(batch * tokens, heads)
+    out = torch.empty(batch, tokens, heads, dtype=torch.float32, device=x.device)
+    step_size_kernel[(batch * tokens,)](
+        out,
+        rows,
+        bias,
+        rows.stride(0),
+        rows.stride(1),
+        0 if bias is None else bias.stride(0),
+        heads,
+        low,
+        high,
+        SOFTPLUS=softplus,
+        BLOCK=triton.next_power_of_2(heads),
+        num_warps=1,
+    )
+    return out
