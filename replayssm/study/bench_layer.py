@@ -120,7 +120,8 @@ def observe(adapter: Adapter, tokens: int) -> Probe:
     group = RowGroup(
         policy=parse_policy("fp32"), sequences=tuple(range(DISTINCT)), seeds=(0,) * DISTINCT
     )
-    options = {"source": range(DISTINCT), "capacity": PROMPT + tokens, "graphs": "off"}
+    options = {"source": range(DISTINCT), "capacity": PROMPT + tokens}
+    options |= {"backend": "reference", "graphs": "off"}
     prefilled, reading = (Stream(adapter, [group], **options) for _ in range(2))
     prefilled.prefill(text[:, :PROMPT])
     reading.continue_from(prefilled)

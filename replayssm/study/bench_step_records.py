@@ -221,10 +221,11 @@ def _facts(record: StepRecord) -> list[str]:
         f"A time is the mean over a whole ring cycle of L = {settings['ring_len']}, flushes "
         "included, of passes of the whole model with a greedy choice of the next token; the median "
         "over cycles. All arms run the same model over the same attention cache and differ in the "
-        "recurrent layers alone. The last projection multiplies in the weights' dtype and sums in "
-        "FP32. × is the speed-up over conventional FP32 in the same run.",
-        "Outputs of the first recurrent layer agreed with the float64 recurrence on the model's "
-        "own inputs, before and after a flush, before anything was timed.",
+        "recurrent layers alone; what surrounds those is computed as servers do: norms, "
+        "convolutions and gates in one kernel each, the last projection in the weights' dtype with "
+        "FP32 sums. × is the speed-up over conventional FP32 in the same run.",
+        "Before anything was timed, outputs of the first recurrent layer agreed with the float64 "
+        "recurrence on the model's own inputs, before and after a flush, at every batch.",
         f"{PUBLISHED_RANGE} ({PUBLISHED_SOURCE}).",
     ]
     if record.kind == SPECULATE:

@@ -91,7 +91,7 @@ def cycle_time(
     """Times `calls`, made one after the other, again and again for about `seconds`: the mean over a
     cycle, divided by `per` instead of their number if given; `replays` are cycles.
 
-    The first cycles are not counted. On a GPU the host runs ahead of it, as a server's does.
+    One cycle before that is not counted. On a GPU the host runs ahead of it, as a server's does.
     """
 
     def mark() -> torch.cuda.Event | float:
@@ -113,7 +113,7 @@ def cycle_time(
         return [1e3 * start.elapsed_time(end) / divisor for start, end in pairwise(marks)]
 
     divisor = per or len(calls)
-    fits = int(seconds / (1e-6 * times(2)[-1] * divisor))
+    fits = int(seconds / (1e-6 * times(1)[0] * divisor))
     counted = times(min(max(fits, FEWEST_CYCLES), MOST_REPLAYS))
     low, median, high = statistics.quantiles(counted, n=4)
     return Timing(us=median, low=low, high=high, replays=len(counted))
