@@ -11,6 +11,7 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
-from replayssm.ops.gated_delta.triton_flush import commit_and_flush
-from replayssm.ops.gated_delta.triton_fold import fold_and_write
+from replayssm.ops.gated_delta.triton_flush import commit_and_flush, room_of
+from replayssm.ops.gated_delta.triton_fold import fold_and_write, room_for
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
@@ -82,6 +83,7 @@ def step_kernel(
     checkpoint,  # Stored
     read_copy,  # Stored, or None
     layer,
+    room,  # as in `flush_kernel`
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -91,12 +93,13 @@ def step_kernel(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,
-    STATE_KEYS: tl.constexpr,
     KEYS: tl.constexpr,
     FULL: tl.constexpr,
+    EXACT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -126,12 +129,13 @@ def step_kernel(
         flushes = tl.load(cursors.flushes + slot)
         sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
         ticket = Ticket(row.to(tl.int32), slot, pos.to(tl.int32) + 1, flushes, sequence, seed)
-        # The ring is emptied here: what is solved for takes the place of its u.
-        solved = None if ring.v is None else ring.u + (slot * HV + head) * L * V
+        if room is not None:
+            program = (row * HV + head) * tl.num_programs(0) + tile
+            room += program * room_for(ring.v is not None, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
         fold_and_write(
-            checkpoint, read_copy, layer, ring, cursors, solved, ticket, head, tile,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, 1, WHOLE, STATE_KEYS, KEYS, FULL,
-            PIECES, PIECE, BV, BK, BL,
+            checkpoint, read_copy, layer, ring, cursors, room, ticket, head, tile,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
+            PIECES, PIECE, BV, ROUNDED, BK, BL,
         )  # fmt: skip
         before = count_arrival(cursors, slot, flushes >= 0, THREADS)
         move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
@@ -225,7 +229,16 @@ def step(
         return out
     launch = launch or alone
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    step_kernel[(launch.tiles(constants), constants["HV"], len(cursors.slots))](
+    grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
+    options = {
+        **constants,
+        **storages,
+        **folding(policy, records, constants),
+        "BV": launch.block_v,
+        "ROUNDED": launch.rounded_v,
+        "BK": state_width(policy, constants),
+    }
+    step_kernel[grid](
         out,
         token_argument(inputs),
         records,
@@ -234,14 +247,11 @@ def step(
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
-        **constants,
-        **storages,
+        room_of(records, math.prod(grid), options),
+        **options,
         **_reading(policy, records, constants),
-        **folding(policy, records, constants),
         THREADS=32 * launch.num_warps,
         **launch.options(*storages.values()),
-        BV=launch.block_v,
-        BK=state_width(policy, constants),
     )
     return out
 

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_fold import fold_and_write
+from replayssm.ops.gated_delta.triton_fold import fold_and_write, room_for
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
+    Ring,
     default_launch,
     folding,
     ring_argument,
@@ -46,7 +47,7 @@ def flush_kernel(
     ring,  # Ring; with v and beta, u is recomputed
     cursors,  # Cursors, of which only counters are used
     due,  # from `list_due`
-    solved,  # [programs, BL, V] FP32, room for the u that a program recomputes; or None
+    room,  # FP32, for each program as `room_for` says; None: it says 0
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -55,12 +56,13 @@ def flush_kernel(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,  # a copy has a scale per head
-    STATE_KEYS: tl.constexpr,  # precision of state times k
-    KEYS: tl.constexpr,  # of k times k
-    FULL: tl.constexpr,  # of u times k
+    KEYS: tl.constexpr,
+    FULL: tl.constexpr,
+    EXACT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
 ):
@@ -68,23 +70,23 @@ def flush_kernel(
     tiles of a head that has a scale go to one program."""
     TILES: tl.constexpr = (V + BV - 1) // BV
     SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
-    EACH: tl.constexpr = TILES if WHOLE else 1  # tiles of a program
-    work = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * (HV * SHARES)
-    if solved is not None:
-        solved += work * (BL * V)
-    while work < end:
+    if room is not None:
+        room += (
+            tl.program_id(0) * room_for(ring.v is not None, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
+        )
+    # Addresses that are formed before a loop take registers all through it.
+    for work in tl.range(tl.program_id(0), end, tl.num_programs(0), disable_licm=True):
         ticket = load_ticket(due, work // (HV * SHARES))
         head = work // SHARES % HV
         first = 0 if WHOLE else work % TILES
         fold_and_write(
-            checkpoint, read_copy, layer, ring, cursors, solved, ticket, head, first,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, EACH, WHOLE, STATE_KEYS, KEYS, FULL,
-            PIECES, PIECE, BV, BK, BL,
+            checkpoint, read_copy, layer, ring, cursors, room, ticket, head, first,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
+            PIECES, PIECE, BV, ROUNDED, BK, BL,
         )  # fmt: skip
-        if solved is not None:
-            tl.debug_barrier()  # the next head's u takes the place of this one's
-        work += tl.num_programs(0)
+        if room is not None:
+            tl.debug_barrier()  # what is kept of the next head takes the place of this one's
 
 
 def flush(
@@ -152,14 +154,19 @@ def _flush(
     batch = len(cursors.slots)
     launch = launch or default_launch("flush", policy, constants, batch)
     due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
-    whole = scales_heads(policy)
-    work = batch * constants["HV"] * (1 if whole else launch.tiles(constants))
-    # 16 warps a multiprocessor are enough for any tile.
-    programs = min(work, resident_programs(due.device, max(1, 16 // launch.num_warps)))
-    solved = None
-    if ring.v is not None:
-        shape = (programs, constants["BL"], constants["V"])
-        solved = torch.empty(shape, dtype=torch.float32, device=due.device)
+    work = batch * constants["HV"]
+    if not scales_heads(policy):
+        work *= launch.tiles(constants)
+    per_multiprocessor = launch.programs or max(1, 16 // launch.num_warps)
+    programs = min(work, resident_programs(due.device, per_multiprocessor))
+    options = {
+        **constants,
+        **storages,
+        **folding(policy, ring, constants),
+        "BV": launch.block_v,
+        "ROUNDED": launch.rounded_v,
+        "BK": state_width(policy, constants),
+    }
     flush_kernel[(programs,)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
@@ -167,11 +174,14 @@ def _flush(
         ring,
         cursors,
         due,
-        solved,
-        **constants,
-        **storages,
-        **folding(policy, ring, constants),
+        room_of(ring, programs, options),
+        **options,
         **launch.options(*storages.values()),
-        BV=launch.block_v,
-        BK=state_width(policy, constants),
     )
+
+
+def room_of(ring: Ring, programs: int, options: Mapping) -> Tensor | None:
+    """Room for so many programs of `fold_and_write`, given its constants."""
+    names = ("WHOLE", "CHECKPOINT", "V", "BV", "BK", "BL")
+    size = room_for(ring.v is not None, *(options[name] for name in names))[-1]
+    return torch.empty(programs * size, dtype=torch.float32, device=ring.u.device) if size else None

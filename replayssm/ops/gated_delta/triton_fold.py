@@ -3,12 +3,16 @@
 Owns the order in which u is solved for, the records are folded, and both copies are written. Knows
 no launch, and not which rows are due.
 
-Legend: triton_tiles.py.
+What one product leaves for the next goes through memory that belongs to the program: values that
+stay in registers keep one layout, which gives every warp 16 rows, and holding a state through it
+all spills. Legend: triton_tiles.py.
 """
 
 import triton
 import triton.language as tl
 
+from replayssm.formats.number import FP32
+from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.triton_tiles import (
     decay,
     fold_records,
@@ -17,9 +21,36 @@ from replayssm.ops.gated_delta.triton_tiles import (
     substitute,
     write_state,
 )
+from replayssm.ops.quantize.layout import scales_of
 from replayssm.ops.quantize.scaling import magnitude_bits
+from replayssm.ops.quantize.store import store_scales, store_tile
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import exact_dot
+
+
+@triton.constexpr_function
+def is_exact(storage: Storage) -> bool:
+    """Whether a state is stored as it is."""
+    return storage.format == FP32 and storage.scale == "none"
+
+
+@triton.constexpr_function
+def chooses_ahead(storage: Storage) -> bool:
+    """Whether block scales follow from the largest magnitudes of blocks and of their head."""
+    ahead = scales_of(storage) == "nvfp4" and not storage.format.four_over_six
+    return ahead and storage.format.block_size == 16
+
+
+@triton.constexpr_function
+def room_for(recompute: bool, whole: bool, checkpoint, V: int, BV: int, BK: int, BL: int):
+    """Where in a program's FP32 room things lie, and at last how large it is: a product of the
+    inverse [BL, BL], combined keys [BL, BK], u [BL, V]; block scales [V, BK / 16], states [V, BK].
+    """
+    rows = -(-V // BV) * BV
+    sizes = (BL * BL, BL * BK, BL * rows) if recompute else (0, 0, 0)
+    sizes += (rows * BK // 16, 0 if is_exact(checkpoint) else rows * BK) if whole else (0, 0)
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return tuple(starts)
 
 
 @triton.jit
@@ -27,9 +58,9 @@ def fold_and_write(
     checkpoint,  # Stored
     read_copy,  # Stored, or None
     layer,
-    ring,  # Ring
+    ring,  # Ring; with v and beta, u is solved for; otherwise the ring's is folded
     cursors,  # Cursors, of which only counters are used
-    solved,  # [L or more, V] FP32, room for the u that is solved for; None: the ring's u is folded
+    room,  # FP32, as large as `room_for` says
     ticket,  # of the row
     head,
     first,  # of its tiles
@@ -40,106 +71,148 @@ def fold_and_write(
     L: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
-    EACH: tl.constexpr,  # tiles, from `first` on
-    WHOLE: tl.constexpr,  # a copy has a scale per head: they are all of the head
-    STATE_KEYS: tl.constexpr,  # precision of state times k
-    KEYS: tl.constexpr,  # of k times k
+    WHOLE: tl.constexpr,  # a copy has a scale per head: all of its tiles are folded, not one
+    KEYS: tl.constexpr,  # precision of k times k
     FULL: tl.constexpr,  # of u times k
+    EXACT: tl.constexpr,  # of FP32 times FP32
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
+    ROUNDED: tl.constexpr,  # rows of a whole head that are rounded at a time
     BK: tl.constexpr,
     BL: tl.constexpr,
 ):
     """Fold the records of one head into some tiles of V rows, and write both copies.
 
-    Where a copy has a scale per head, the tiles are taken one after the other, and twice: for the
-    largest magnitude and then, from cache, to write. All of a head at once would leave a
-    multiprocessor to one program, whose loads, products and stores would take turns.
+    Where a copy has a scale per head, tiles are folded one after the other, then scales chosen for
+    all their blocks, then the tiles written. All of a head at once would leave a multiprocessor to
+    one program, whose loads, products and stores would take turns.
     """
+    EACH: tl.constexpr = (V + BV - 1) // BV if WHOLE else 1
+    SOLVES: tl.constexpr = ring.v is not None
+    AT: tl.constexpr = room_for(SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
     slot, count = ticket.slot, ticket.pos
-    if solved is not None:
-        for i in range(EACH):
+    if SOLVES:
+        _combine_keys(
+            ring, room, slot, head, count, AT, HK, HV, K, L, KEYS, FULL, BK, BL
+        )  # fmt: skip
+        for i in tl.range(EACH, disable_licm=True):
             _solve_tile(
-                checkpoint, ring, solved, slot, head, first + i, count,
-                HK, HV, K, V, L, CHECKPOINT, STATE_KEYS, KEYS, PIECES, PIECE, BV, BL,
+                checkpoint, ring, room, slot, head, first + i, count, AT,
+                HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, BL,
             )  # fmt: skip
         tl.debug_barrier()
-    amax = None
-    if WHOLE and EACH > 1:
+    if WHOLE:
         amax = head * 0
-        for tile in range(EACH):
+        for tile in tl.range(EACH, disable_licm=True):
             s = _fold_tile(
-                checkpoint, ring, solved, slot, head, tile, count,
+                checkpoint, ring, room, slot, head, tile, count, AT,
                 HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
             )  # fmt: skip
-            amax = tl.maximum(amax, tl.max(magnitude_bits(s)))
-    for after in range(EACH):
-        # The first tile last: it writes the scale, which the others read to the end.
-        tile = first + EACH - 1 - after
+            tl.debug_barrier()  # all of the tile is read
+            peak = _keep_tile(
+                s, checkpoint, cursors, room, slot, head, tile, AT, V, K, CHECKPOINT, BV, BK
+            )
+            amax = tl.maximum(amax, peak)
         tl.debug_barrier()
+        READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
+        read = checkpoint if READ_COPY is None else read_copy
+        may_overflow = amax < 0
+        if chooses_ahead(READ):
+            may_overflow = _choose_scales(room, read, slot, head, amax, AT, V, K, READ, BK)
+            tl.debug_barrier()
+        ROWS: tl.constexpr = ROUNDED if ROUNDED < BV else BV
+        for tile in tl.range((V + ROWS - 1) // ROWS, disable_licm=True):
+            _write_kept(
+                room, checkpoint, read_copy, cursors, layer, ticket, head, tile, amax, may_overflow,
+                AT, V, K, CHECKPOINT, READ_COPY, ROWS, BK,
+            )  # fmt: skip
+    else:
         s = _fold_tile(
-            checkpoint, ring, solved, slot, head, tile, count,
+            checkpoint, ring, room, slot, head, first, count, AT,
             HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
         )  # fmt: skip
         tl.debug_barrier()
-        value = tile * BV + tl.arange(0, BV)
+        value = first * BV + tl.arange(0, BV)
         in_rows = None if V % BV == 0 else value < V
         write_state(
             s, checkpoint, read_copy, cursors, layer, ticket, head * V + value, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+            V, K, BV, BK, CHECKPOINT, READ_COPY,
         )  # fmt: skip
+
+
+@triton.jit
+def _combine_keys(
+    ring, room, slot, head, count, AT: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    KEYS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """The solve of a head, as two matrices that its rows are multiplied by, into `room`.
+
+    u is linear in v and S: with M = (I + A)^-1 diag(β), u = M v - M diag(e^G) K Sᵀ, for each row of
+    S and v. The inverse is solved for on the identity; its entries are products of contractions and
+    at most 1. M is kept transposed, [earlier, later].
+    """
+    record, column = tl.arange(0, BL), tl.arange(0, BK)
+    past, in_k = record < count, column < K
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+    k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
+    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+    beta = tl.load(ring.beta + first + record, mask=past, other=0.0)
+    k_k = exact_dot(k, tl.trans(k), tl.zeros([BL, BL], tl.float32), KEYS)
+    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
+    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
+    identity = tl.where(record[:, None] == record[None, :], 1.0, 0.0)
+    inverse = substitute(identity, system * beta[None, :], L, BL)
+    at = room + AT[0] + record[:, None] * BL + record[None, :]
+    tl.store(at, inverse * beta[:, None])
+    tl.debug_barrier()
+    at = room + AT[0] + record[None, :] * BL + record[:, None]  # transposed: [later, earlier]
+    mix = tl.load(at) * decay(log_decay, 0.0)[None, :]
+    combined = exact_dot(mix, k, tl.zeros([BL, BK], tl.float32), FULL)
+    tl.store(room + AT[1] + record[:, None] * BK + column[None, :], combined)
+    tl.debug_barrier()
 
 
 @triton.jit
 def _solve_tile(
-    checkpoint, ring, solved, slot, head, tile, count,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    CHECKPOINT: tl.constexpr, STATE_KEYS: tl.constexpr, KEYS: tl.constexpr,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    checkpoint, ring, room, slot, head, tile, count, AT: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    CHECKPOINT: tl.constexpr, EXACT: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """u of a tile's records against the checkpoint, into `solved`.
-
-    Through memory, although the fold is next: values that go from product to product in registers
-    keep one layout, which gives every warp 16 rows, and holding the state through it all spills.
-    """
+    """u of a tile's records against the checkpoint, into `room`."""
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     in_v, past = value < V, record < count
     in_rows = None if V % BV == 0 else in_v
-    first = (slot * HV + head) * L  # this head's oldest record
-    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
     # In pieces, as in a window.
     state_row = head * V + value
-    state_k, k_k = tl.zeros([BV, BL], tl.float32), tl.zeros([BL, BL], tl.float32)
+    predicted = tl.zeros([BV, BL], tl.float32)
     for piece in range(PIECES):
         column = piece * PIECE + tl.arange(0, PIECE)
-        k = load_rows(keys, record, K, past, column, column < K)  # [BL, PIECE]
+        k = tl.load(room + AT[1] + record[None, :] * BK + column[:, None])  # [PIECE, BL]
         s = load_unscaled(  # [BV, PIECE]
             checkpoint, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, CHECKPOINT
         )
-        state_k = exact_dot(s, tl.trans(k), state_k, STATE_KEYS)
-        k_k = exact_dot(k, tl.trans(k), k_k, KEYS)
-    state_k *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
-    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+        predicted = exact_dot(s, k, predicted, EXACT)
+    predicted *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
+    first = (slot * HV + head) * L  # this head's oldest record
     v = load_columns(ring.v + first * V, record, V, past, value, in_v)  # [BV, BL]
-    beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
-    predicted = decay(log_decay, 0.0)[None, :] * state_k
-    between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
-    system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
-    u = substitute(beta * (v - predicted), system * beta, L, BL)
-    at = solved + record[None, :] * V + value[:, None]
-    tl.store(at, u, mask=in_v[:, None] & past[None, :])
+    mix = tl.load(room + AT[0] + record[:, None] * BL + record[None, :])
+    u = exact_dot(v, mix, -predicted, EXACT)
+    tl.store(room + AT[2] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
 
 
 @triton.jit
 def _fold_tile(
-    checkpoint, ring, solved, slot, head, tile, count,
+    checkpoint, ring, room, slot, head, tile, count, AT: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     CHECKPOINT: tl.constexpr, FULL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the state, [BV, BK] FP32, with the records folded in: their u from `solved`, or,
-    where that is None, from the ring."""
+    """A tile of the state, [BV, BK] FP32, with the records folded in."""
     value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
     in_v, in_k, past = value < V, column < K, record < count
     in_rows = None if V % BV == 0 else in_v
@@ -148,8 +221,78 @@ def _fold_tile(
     s = load_tile(checkpoint, slot, head * V + value, in_rows, V, K, BK, CHECKPOINT)
     k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
     log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
-    if solved is None:
-        u = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
-    else:
-        u = load_columns(solved, record, V, past, value, in_v)
+    solved = ring.u + first * V if ring.v is None else room + AT[2]
+    u = load_columns(solved, record, V, past, value, in_v)  # [BV, BL]
     return fold_records(s, u, k, log_decay, FULL, BL)
+
+
+@triton.jit
+def _keep_tile(
+    s, checkpoint, cursors, room, slot, head, tile, AT: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, CHECKPOINT: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Keep a folded tile: where the checkpoint holds it exactly, there, otherwise in `room`, beside
+    the patterns of the largest magnitudes of blocks of 16. Returns that of the tile."""
+    value, column, block = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BK // 16)
+    magnitude = magnitude_bits(s)
+    amax = tl.max(tl.reshape(magnitude, [BV, BK // 16, 16]), 2)
+    at = room + AT[3] + value[:, None] * (BK // 16) + block[None, :]
+    tl.store(at, amax.to(tl.float32, bitcast=True))
+    if is_exact(CHECKPOINT):
+        in_rows = None if V % BV == 0 else value < V
+        _, not_finite = store_tile(
+            s, None, checkpoint, slot, head * V + value, in_rows, V, BV, K, BK, CHECKPOINT
+        )
+        if not_finite > 0:
+            tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
+    else:
+        tl.store(room + AT[4] + value[:, None] * BK + column[None, :], s)
+    return tl.max(amax)
+
+
+@triton.jit
+def _choose_scales(
+    room, read, slot, head, amax, AT: tl.constexpr,
+    V: tl.constexpr, K: tl.constexpr, READ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Block scales of a head from the magnitudes in `room`, which they replace; whether a code may
+    overflow under them."""
+    ROWS: tl.constexpr = triton.next_power_of_2(V)
+    value, block = tl.arange(0, ROWS), tl.arange(0, BK // 16)
+    in_rows = None if V == ROWS else value < V
+    at = room + AT[3] + value[:, None] * (BK // 16) + block[None, :]
+    largest = tl.load(at, mask=(value < V)[:, None], other=0.0).to(tl.int32, bitcast=True)
+    scales, may_overflow = store_scales(
+        largest, amax, read, slot, head * V + value, in_rows, V, K, BK, READ
+    )
+    tl.store(at, scales, mask=(value < V)[:, None])
+    return may_overflow
+
+
+@triton.jit
+def _write_kept(
+    room, checkpoint, read_copy, cursors, layer, ticket, head, tile, amax, may_overflow,
+    AT: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Round a tile that was kept into what does not hold it yet."""
+    value, column = tile * BV + tl.arange(0, BV), tl.arange(0, BK)
+    in_rows = None if V % BV == 0 else value < V
+    row = head * V + value
+    if is_exact(CHECKPOINT):
+        s = load_tile(checkpoint, ticket.slot, row, in_rows, V, K, BK, CHECKPOINT)
+    else:
+        s = tl.load(room + AT[4] + value[:, None] * BK + column[None, :])
+    READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
+    scales = None
+    if chooses_ahead(READ):
+        block = tl.arange(0, BK // 16)
+        scales = (
+            tl.load(room + AT[3] + value[:, None] * (BK // 16) + block[None, :]),
+            may_overflow,
+        )
+    write_state(
+        s, checkpoint, read_copy, cursors, layer, ticket, row, in_rows,
+        V, K, BV, BK, CHECKPOINT, READ_COPY, amax, scales, is_exact(CHECKPOINT),
+    )  # fmt: skip

@@ -66,6 +66,8 @@ class Launch:
         num_warps, num_stages: Triton's. Of warps at most one for 16 rows in `window`: its products
             feed each other, and Triton 3.6 then reads past an operand in shared memory.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
+        rounded_v: value rows that are rounded at a time where a copy has a scale per head.
+        programs: of a `flush`, for each multiprocessor; None: 16 warps.
         ahead: `decode` asks for all of a ring while the cursor is still on its way.
     """
 
@@ -73,6 +75,8 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
+    rounded_v: int = 32
+    programs: int | None = None
     ahead: bool = False
 
     def tiles(self, constants: Mapping[str, int]) -> int:
@@ -215,9 +219,9 @@ def folding(
     return {
         **pieces(policy.checkpoint, constants),
         "WHOLE": scales_heads(policy),
-        "STATE_KEYS": precision_of(unscaled_dtype(policy.checkpoint), ring.k.dtype),
         "KEYS": precision_of(ring.k.dtype, ring.k.dtype),
         "FULL": precision_of(ring.u.dtype, ring.k.dtype),
+        "EXACT": precision_of(torch.float32, torch.float32),
     }
 
 

@@ -119,24 +119,33 @@ def write_state(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     amax=None,
+    scales=None,
+    HELD: tl.constexpr = False,
 ):
-    """Round the FP32 tile s [BV, BK] once into the checkpoint and, from the same values, once into
-    the read copy (READ_COPY None: there is none); count what saturated and what was not finite.
+    """Round the FP32 tile s [BV, BK] once into the checkpoint (HELD: it is there) and, from the
+    same values, once into the read copy (READ_COPY None: there is none); count what saturated and
+    what was not finite.
 
     amax: pattern of the largest magnitude in the head, where s is not all of it.
+    scales: of the blocks of what outputs read, where they are stored already; see `store_tile`.
     """
     slot = ticket.slot
-    key = (ticket.seed, layer, ticket.flushes, ticket.sequence)
-    over, not_finite = store_tile(
-        s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax
-    )
+    if HELD:
+        over, not_finite = 0, 0
+    else:
+        key = (ticket.seed, layer, ticket.flushes, ticket.sequence)
+        over, not_finite = store_tile(
+            s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax,
+            scales if READ_COPY is None else None,
+        )  # fmt: skip
     if READ_COPY is not None:
         key = (ticket.seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
         over_copy, _ = store_tile(
-            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax
+            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax, scales
         )
-        over += over_copy
+        over = over + over_copy
     if over > 0:
         tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
-    if not_finite > 0:
-        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
+    if not HELD:
+        if not_finite > 0:
+            tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))

@@ -154,7 +154,12 @@ def minus_quotient(x, d):
 @triton.jit
 def _reciprocal(d):
     """1 / d to nearest, for d as in `minus_quotient`, from an approximation of a few ulp."""
-    guess = 1.0 / d
+    if without_fma():
+        guess = 1.0 / d
+    else:  # what a division of any two numbers does beside this takes ten instructions
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
     return tl.fma(tl.fma(-d, guess, 1.0), guess, guess)
 
 

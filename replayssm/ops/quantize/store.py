@@ -56,6 +56,7 @@ def store_tile(
     WIDTH: tl.constexpr,
     STORAGE: tl.constexpr,
     matrix_amax=None,
+    scales=None,
 ):
     """Round FP32 x [R, WIDTH] and store it. x is 0 outside.
 
@@ -64,6 +65,8 @@ def store_tile(
         TILE_ROWS: rows of x per matrix.
         matrix_amax: pattern (int32 scalar) of the largest magnitude of the one matrix that x is
             part of. None: a tensor scale needs whole matrices, TILE_ROWS >= ROWS.
+        scales: what `store_scales` returned for x's rows: their scales are stored. With it,
+            `matrix_amax` is required.
 
     Returns:
         How many elements overflowed, and how many were not finite (int32 scalars).
@@ -78,8 +81,15 @@ def store_tile(
     SIZE: tl.constexpr = block_size(STORAGE)
     BLOCKS: tl.constexpr = WIDTH // SIZE
     magnitude = magnitude_bits(x)
-    amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
-    peak = tl.max(amax)
+    if scales is None:
+        if SCALES == "row":
+            amax = tl.max(magnitude, 1)
+        else:
+            amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
+        peak = tl.max(amax)
+    else:
+        tl.static_assert(SCALES == "nvfp4" and matrix_amax is not None)
+        peak = matrix_amax
     over = peak * 0
     not_finite = over
     if peak >= 0x7F800000:
@@ -91,7 +101,7 @@ def store_tile(
     if SCALES == "none":
         may_overflow = peak > LIMIT
     if SCALES == "row":
-        scale = row_scale(tl.max(magnitude, 1), ELEMENT)
+        scale = row_scale(amax, ELEMENT)
         tl.store(stored.scale + slot * stored.scale_slot + row, scale, mask=in_rows)
         x = tl.div_rn(x, scale[:, None])
     elif SCALES != "none":
@@ -103,29 +113,26 @@ def store_tile(
             highest = magnitude_bits(amax.to(tl.float32, bitcast=True) * inverse)
             may_overflow = tl.max(highest) > LIMIT
             code = code.to(tl.uint8)
+        elif scales is not None:
+            s, may_overflow = scales
+            blocks = to_codes(blocks, s, _scale_of_one(matrix_amax, FORMAT)[:, None], FORMAT)
         else:
             if matrix_amax is None and R == TILE_ROWS:
                 matrix_amax = peak
             if matrix_amax is None:
                 largest = tl.max(tl.reshape(amax, [R // TILE_ROWS, TILE_ROWS * BLOCKS]), 1)
+                per_matrix = tensor_scale(largest, FORMAT)
             else:
-                largest = tl.full([1], 0, tl.int32) + matrix_amax
-            per_matrix = tensor_scale(largest, FORMAT)
-            per_row = tl.broadcast_to(
-                per_matrix[:, None], [largest.shape[0], R // largest.shape[0]]
-            )
-            per_row = tl.reshape(per_row, [R])
-            first = row % ROWS == 0 if in_rows is None else in_rows & (row % ROWS == 0)
-            base = stored.tensor_scale + slot * stored.tensor_scale_slot
-            tl.store(base + row // ROWS, per_row, mask=first)
+                per_matrix = _scale_of_one(matrix_amax, FORMAT)
+            per_row = _of_rows(per_matrix, R)
+            _store_tensor_scale(per_row, stored, slot, row, in_rows, ROWS)
             s = block_scale(blocks, amax, per_row[:, None], FORMAT)
             blocks = to_codes(blocks, s, per_row[:, None], FORMAT)
-            highest = amax.to(tl.float32, bitcast=True)[:, :, None]
-            highest = magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT))
-            may_overflow = tl.max(highest) > LIMIT
+            may_overflow = _largest_code(amax, s, per_row, FORMAT) > LIMIT
             code = encode_elements(s, fact(FORMAT, "scale_format"))
-        base = stored.scale + slot * stored.scale_slot
-        store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
+        if scales is None:
+            base = stored.scale + slot * stored.scale_slot
+            store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
         x = tl.reshape(blocks, [R, WIDTH])
 
     data = stored.data + slot * stored.data_slot
@@ -163,3 +170,70 @@ def store_tile(
     else:
         store_matrix(data, row, in_rows, codes, COLS, WIDTH)
     return over, not_finite
+
+
+@triton.jit
+def store_scales(
+    amax,
+    matrix_amax,
+    stored,
+    slot,
+    row,
+    in_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr,
+):
+    """Choose and store the tensor scale and the block scales of rows of one matrix.
+
+    For formats with a tensor scale whose block scales follow from magnitudes alone: where a matrix
+    is more than a tile, its scales are chosen once, in any layout, not in that of its elements.
+
+    Args:
+        amax: patterns [R, WIDTH / block size] of the largest magnitudes of blocks; 0 outside.
+        matrix_amax: pattern of the largest magnitude of the matrix.
+
+    Returns:
+        Block scales [R, WIDTH / block size] FP32, and whether any code may overflow under them: the
+        `scales` of `store_tile`.
+    """
+    FORMAT: tl.constexpr = fact(STORAGE, "format")
+    tl.static_assert(scales_of(STORAGE) == "nvfp4" and not fact(FORMAT, "four_over_six"))
+    SIZE: tl.constexpr = block_size(STORAGE)
+    per_row = _of_rows(_scale_of_one(matrix_amax, FORMAT), row.shape[0])
+    _store_tensor_scale(per_row, stored, slot, row, in_rows, ROWS)
+    s = block_scale(None, amax, per_row[:, None], FORMAT)
+    code = encode_elements(s, fact(FORMAT, "scale_format"))
+    base = stored.scale + slot * stored.scale_slot
+    store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, WIDTH // SIZE)
+    LIMIT: tl.constexpr = largest_that_fits(element_of(STORAGE), fact(STORAGE, "rounding"))
+    return s, _largest_code(amax, s, per_row, FORMAT) > LIMIT
+
+
+@triton.jit
+def _scale_of_one(matrix_amax, FORMAT: tl.constexpr):
+    """Tensor scale [1] of a matrix from its largest magnitude, a scalar."""
+    return tensor_scale(tl.full([1], 0, tl.int32) + matrix_amax, FORMAT)
+
+
+@triton.jit
+def _of_rows(per_matrix, R: tl.constexpr):
+    """[R] from the values of equally many rows each."""
+    COUNT: tl.constexpr = per_matrix.shape[0]
+    return tl.reshape(tl.broadcast_to(per_matrix[:, None], [COUNT, R // COUNT]), [R])
+
+
+@triton.jit
+def _store_tensor_scale(per_row, stored, slot, row, in_rows, ROWS: tl.constexpr):
+    """The tensor scales of the matrices that begin in these rows."""
+    first = row % ROWS == 0 if in_rows is None else in_rows & (row % ROWS == 0)
+    base = stored.tensor_scale + slot * stored.tensor_scale_slot
+    tl.store(base + row // ROWS, per_row, mask=first)
+
+
+@triton.jit
+def _largest_code(amax, s, per_row, FORMAT: tl.constexpr):
+    """Pattern of the largest magnitude that rounding to codes meets."""
+    highest = amax.to(tl.float32, bitcast=True)[:, :, None]
+    return tl.max(magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT)))
