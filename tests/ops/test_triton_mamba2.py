@@ -11,7 +11,7 @@ import torch
 
 from replayssm.formats.codec import dequantize
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.mamba2 import reference
+from replayssm.ops.mamba2 import reference, triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.mamba2.triton_decode import decode, step
 from replayssm.ops.mamba2.triton_flush import flush
@@ -73,6 +73,10 @@ class Pool:
     @property
     def read(self):
         return self.read_copy or self.checkpoint
+
+    @property
+    def sizes(self):
+        return triton_launch.sizes(self.checkpoint, self.ring, self.cursors)
 
     def launch(self, kernel, inputs, **more):
         state = (self.read,) if kernel in (decode, window) else (self.checkpoint, self.read_copy)
@@ -285,7 +289,7 @@ def test_ring_in_its_own_storage():
 # ---- stored bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["flush", "step"])
+@pytest.mark.parametrize("how", ["flush", "step in one launch", "step in several"])
 @pytest.mark.parametrize("name", ["small", "head_dim80"])
 @pytest.mark.parametrize("copy", ["nvfp4", "nvfp4-sr", "nvfp4-46", "fp8-sr", "fp16-sr", "mxfp4"])
 def test_read_copy_has_the_reference_bits_of_the_state(copy, name, how):
@@ -299,7 +303,7 @@ def test_read_copy_has_the_reference_bits_of_the_state(copy, name, how):
         pool.launch(flush, None)
     else:
         commit(pool.cursors, torch.tensor([1, 1], device=DEVICE))
-        pool.launch(step, tokens_of(inputs, 1, 2))
+        pool.launch(step, tokens_of(inputs, 1, 2), single=how == "step in one launch")
     folded = pool.checkpoint.data.cpu()
     storage = pool.policy.read_copy
     bits = storage.draw_bits(
@@ -345,21 +349,22 @@ def test_flush_rounds_the_checkpoint_as_the_reference(policy):
 # ---- rows and slots --------------------------------------------------------------------------
 
 
-def test_rows_flush_at_their_own_steps():
+@pytest.mark.parametrize("single", [True, False])
+def test_rows_flush_at_their_own_steps(single):
     pool = make_pool(SMALL, "fp32@3", slots=3, rows=[0, 1, 2])
     inputs = random_inputs(SMALL, 3, 5)
     want, state = oracle(pool, pool.state.double(), inputs)
     # Row 1 runs one token ahead, row 2 two, in launches of their own.
-    pool.on([1]).launch(step, _row(tokens_of(inputs, 0, 1), [1]))
+    pool.on([1]).launch(step, _row(tokens_of(inputs, 0, 1), [1]), single=single)
     for t in (0, 1):
-        pool.on([2]).launch(step, _row(tokens_of(inputs, t, t + 1), [2]))
+        pool.on([2]).launch(step, _row(tokens_of(inputs, t, t + 1), [2]), single=single)
     for t in range(3):
         cut = [_row(tokens_of(inputs, t + ahead, t + ahead + 1), [ahead]) for ahead in range(3)]
         mixed = Mamba2Inputs(*(
             a if n in ("A", "D") else torch.cat([a, b, c])
             for n, a, b, c in zip(Mamba2Inputs._fields, *cut, strict=True)
         ))  # fmt: skip
-        got = pool.launch(step, mixed)
+        got = pool.launch(step, mixed, single=single)
         for ahead in range(3):
             assert error(got[ahead, 0], want[ahead, t + ahead]) < 5e-6
     assert pool.cursors.pos.tolist() == [0, 1, 2]
@@ -369,6 +374,33 @@ def test_rows_flush_at_their_own_steps():
 def _row(inputs, rows):
     cut = {n: t[rows] for n, t in inputs._asdict().items() if n not in ("A", "D")}
     return inputs._replace(**cut)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("policy", ["fp32", "fp16-sr", "int8-sr", "nvfp4", "fp32+nvfp4-sr"])
+def test_a_step_in_one_launch_has_the_bits_of_several(policy, name):
+    """Rows at all positions of a ring of 3, and padding, over more than a cycle."""
+    geometry = GEOMETRIES[name]
+    pools = [make_pool(geometry, f"{policy}@3", slots=4, rows=[3, -1, 0, 1]) for _ in range(2)]
+    inputs = random_inputs(geometry, 4, 5)
+    whole = triton_launch.default_launch("step", pools[0].policy, pools[0].sizes, 1)
+    for pool in pools:
+        pool.launch(window, _row(tokens_of(inputs, 0, 2), [0, 1, 2, 3]))
+        commit(pool.cursors, torch.tensor([2, 0, 1, 0], device=DEVICE))
+    for t in range(1, 5):
+        one, several = (
+            pool.launch(
+                step, tokens_of(inputs, t, t + 1), launch=whole, fold_launch=whole, single=single
+            )
+            for pool, single in zip(pools, (True, False), strict=True)
+        )
+        assert torch.equal(pattern(one), pattern(several)), t
+    first, second = (pool.bytes() for pool in pools)
+    for name, data in first.items():
+        if "ring" not in name:  # the last record of a ring is folded without entering it
+            assert torch.equal(data, second[name]), name
+    assert pools[0].cursors.pos.tolist() == [2, 1, 0, 0]
+    assert not pools[0].cursors.arrivals.any()
 
 
 @pytest.mark.parametrize("policy", ["fp16-sr+nvfp4@2", "nvfp4-sr@2"])
@@ -446,6 +478,7 @@ def test_a_full_ring_gives_no_numbers_and_writes_nothing():
     before = pool.bytes()
     assert pool.launch(decode, tokens_of(inputs, 0, 1)).isnan().all()
     assert pool.launch(window, tokens_of(inputs, 0, 2)).isnan().all()
+    assert pool.launch(step, tokens_of(inputs, 0, 1), single=True).isnan().all()
     after = pool.bytes()
     assert all(torch.equal(after[k], before[k]) for k in after)
 
@@ -467,7 +500,8 @@ def test_launch_parameters_and_strided_inputs_do_not_change_results():
         (strided, (Launch(heads=4, block_p=16), Launch(heads=1, block_p=16, loop=4))),
     ):
         pool = make_pool(geometry, "fp16-sr@4", slots=3, rows=[2, 0])
-        got = [pool.launch(step, tokens_of(given, 0, 1), launch=launches[0])]
+        few = launches[0] is None  # rows
+        got = [pool.launch(step, tokens_of(given, 0, 1), launch=launches[0], single=few)]
         got.append(pool.launch(window, given, launch=launches[1]))
         pool.launch(flush, None, rows=torch.tensor([1, 1], device=DEVICE), launch=launches[0])
         results.append(([*got], pool.bytes()))

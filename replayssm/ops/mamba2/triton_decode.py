@@ -1,10 +1,11 @@
 """One token per row: read the state once, append one record, and fold rings that it fills.
 
-Owns two kernels and their launchers. `decode` writes no state. `step` also commits the token and
-flushes the rows whose ring it fills; rows decide by their own cursors, which `list_due` moves after
-the outputs. With one copy, rows that flush are left to a last kernel, which reads the state once
-for both jobs: the registers that folding takes would slow every other row down. With two, all rows
-decode and a flush follows.
+Owns three kernels and their launchers. `decode` writes no state. `step` also commits the token and
+flushes the rows whose ring it fills; rows decide by their own cursors. Few rows take one launch, in
+which the last program of a row to have read its cursor moves it. Else `list_due` moves cursors
+after the outputs: with one copy, rows that flush are left to a last kernel, which reads the state
+once for both jobs (the registers that folding takes would slow every other row down); with two, all
+rows decode and a flush follows. Both ways give the same bits.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 Legend: triton_tiles.py.
@@ -24,32 +25,31 @@ from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_flush import commit_and_flush
 from replayssm.ops.mamba2.triton_launch import Launch
-from replayssm.ops.mamba2.triton_tiles import (
-    FP32_RECORDS,
-    as_recorded,
-    by_head,
-    decay,
-    fold,
-    last,
-    load_past,
-    tile_rows,
-    write_state,
+from replayssm.ops.mamba2.triton_token import (
+    answer,
+    append,
+    decode_token,
+    flush_token,
+    fold_token,
+    load_ring,
+    load_state,
+    load_token,
+    store_constant,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.packing import encode_elements
-from replayssm.ops.quantize.rounding import fact
-from replayssm.ops.quantize.tiles import (
-    load_codes,
-    load_factor,
-    load_vector_for,
-    times_vector,
-    values_of,
+from replayssm.ops.quantize.tiles import times_vector, values_of
+from replayssm.ops.triton_common import (
+    Cursors,
+    Ticket,
+    count_arrival,
+    list_due,
+    load_ticket,
+    move_if_last,
 )
-from replayssm.ops.triton_common import Cursors, list_due, load_ticket, prefix_sums
 from replayssm.policy import PrecisionPolicy
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
 def decode_kernel(
     out,                                # [B, H, P] float32
     tokens, A, ring, cursors,           # Tokens, [H], Ring, Cursors
@@ -57,25 +57,25 @@ def decode_kernel(
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
+    EAGER: tl.constexpr,                # see `decode_token`
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
     row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
-    token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, HEADS, BP, WIDTH
-    )  # fmt: skip
     slot = tl.load(cursors.slots + row).to(tl.int64)
+    token = load_token(
+        tokens, A, row, part, H, P, G, N, READ, D_PER_CHANNEL, HEADS, BP, WIDTH
+    )  # fmt: skip
     if slot < 0:
-        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-        tl.store(out + row * (H * P) + head_of * P + p, 0.0, mask=in_tile)
+        store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
     if EXCEPT is not None:
         if pos == EXCEPT:
             return
-    one_token(
-        out, tokens, token, ring, cursors, read, 0, row, slot, pos, None, part, parts,
-        H, P, G, N, L, READ, RING, D_PER_CHANNEL, None, HEADS, BP, BL, WIDTH,
+    decode_token(
+        out, tokens, token, ring, read, row, slot, pos, part, parts,
+        H, P, G, N, L, READ, RING, EAGER, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def decode_and_flush_kernel(
     state, layer,                       # Stored, read and written
     due,                                # from `list_due`: rows whose ring the token fills
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    TILES: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    TILES: tl.constexpr, STORAGE: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
     LOOPS: tl.constexpr,                # whether there may be more tiles than programs
@@ -96,129 +96,106 @@ def decode_and_flush_kernel(
     end = tl.load(due).to(tl.int32) * TILES
     if LOOPS:
         while work < end:
+            ticket = load_ticket(due, work // TILES)
+            token = load_token(
+                tokens, A, ticket.row, work % TILES, H, P, G, N, None, D_PER_CHANNEL,
+                HEADS, BP, WIDTH,
+            )  # fmt: skip
+            records = load_ring(
+                ring, ticket.slot, work % TILES, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
+            )
             flush_token(
-                out, tokens, A, ring, cursors, state, layer, load_ticket(due, work // TILES),
-                work % TILES, H, P, G, N, L, TILES, READ, RING, D_PER_CHANNEL, PRECISION,
-                HEADS, BP, BL, WIDTH,
+                out, tokens, token, records, cursors, state, layer, ticket, work % TILES,
+                H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
             work += tl.num_programs(0)
     else:
         ticket = load_ticket(due, work // TILES)  # in memory, filled or not
         if work < end:
+            token = load_token(
+                tokens, A, ticket.row, work % TILES, H, P, G, N, None, D_PER_CHANNEL,
+                HEADS, BP, WIDTH,
+            )  # fmt: skip
+            records = load_ring(
+                ring, ticket.slot, work % TILES, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
+            )
             flush_token(
-                out, tokens, A, ring, cursors, state, layer, ticket, work % TILES,
-                H, P, G, N, L, TILES, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
+                out, tokens, token, records, cursors, state, layer, ticket, work % TILES,
+                H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
 
 
-@triton.jit
-def flush_token(
-    out, tokens, A, ring, cursors, state, layer, ticket, part,
+@triton.jit(do_not_specialize=["layer"])
+def step_kernel(
+    out, tokens, A, ring, cursors,      # as above
+    checkpoint, read_copy, layer,       # Stored; Stored or None
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    TILES: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, EAGER: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Tile `part` of a row whose ring its token fills."""
-    row = ticket.row
-    token = load_token(tokens, A, row, part, H, P, G, N, None, HEADS, BP, WIDTH)
-    one_token(
-        out, tokens, token, ring, cursors, state, layer, row, ticket.slot, L - 1, ticket, part,
-        TILES, H, P, G, N, L, READ, RING, D_PER_CHANNEL, PRECISION, HEADS, BP, BL, WIDTH,
+    """Grid (tiles of a row, B): outputs, records, flushes and cursors in one launch."""
+    row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    token = load_token(
+        tokens, A, row, part, H, P, G, N, READ, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
-
-
-@triton.jit
-def load_token(
-    tokens, A, row, part,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    READ: tl.constexpr,                 # storage that `times_vector` reads, or None
-    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What tile `part` needs of a row's token, which needs no cursor: loaded while one is awaited.
-
-    Returns C [WIDTH], C for `times_vector`, B [WIDTH], x [R], dt [HEADS] and A [HEADS].
-    """
-    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    n = tl.arange(0, WIDTH)
-    C_at = tokens.C + row * tokens.C_row + group * N
-    B_at = tokens.B + row * tokens.B_row + group * N
-    x_at = tokens.x + row * tokens.x_row + head_of * P + p
-    C = tl.load(C_at + n, mask=n < N, other=0).to(tl.float32)
-    C_read = C if READ is None else load_vector_for(C_at, N, WIDTH, READ)
-    B = tl.load(B_at + n, mask=n < N, other=0)
-    x = tl.load(x_at, mask=in_tile, other=0)
-    dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
-    return C, C_read, B, x, dt, tl.load(A + head, mask=in_heads, other=0.0)
-
-
-@triton.jit
-def one_token(
-    out, tokens, token, ring, cursors, read, layer, row, slot, pos,
-    ticket,                             # of a row whose ring is folded, with the token, into `read`
-    part, parts,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
-    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Outputs of tile `part` of a row; its share of the record enters the ring, unless it is folded
-    with the others."""
-    C, C_read, B_new, x_given, dt_new, rate = token
-    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
-    FLUSH: tl.constexpr = ticket is not None
-    in_rows = None if EXACT else in_tile
-    state_row = head_of * P + p
-    n = tl.arange(0, WIDTH)
-
-    # All loads come before the first reduction, which brings a barrier.
-    if FLUSH:
-        loaded = load_codes(read, slot, state_row, in_rows, P, N, WIDTH, READ)
+    if slot < 0:
+        store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
+        return
+    read = checkpoint if READ_COPY is None else read_copy
+    # All loads come before the first use of any, and nothing is used before the cursor is known.
+    pos = tl.load(cursors.pos + slot).to(tl.int32)
+    ticket = Ticket(
+        row, slot, pos, tl.load(cursors.flushes + slot), tl.load(cursors.sequence + slot),
+        tl.load(cursors.seed + slot),
+    )  # fmt: skip
+    loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
+    records = load_ring(
+        ring, slot, part, L if EAGER else pos, H, P, G, N, L, HEADS, BP, BL, WIDTH
+    )  # fmt: skip
+    tl.debug_barrier()
+    if pos >= L:
+        store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
+        return
+    flushes = pos == L - 1
+    if READ_COPY is None:
+        if flushes:
+            flush_token(
+                out, tokens, token, records, cursors, checkpoint, layer, ticket, part,
+                H, P, G, N, L, CHECKPOINT, RING, PRECISION, HEADS, BP, WIDTH,
+            )  # fmt: skip
+        else:
+            y = times_vector(loaded, token[1], N, WIDTH, READ)
+            before = count_arrival(cursors, slot, True, THREADS)
+            answer(
+                out, tokens, token, records, row, part, y, pos, H, P, G, RING, HEADS, BP
+            )  # fmt: skip
+            append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
+            move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
     else:
-        loaded = load_factor(read, slot, state_row, in_rows, P, N, WIDTH, READ)
-    ring_B = ring.B + slot * ring.B_slot + group * L * N
-    ring_dt = ring.dt + slot * ring.dt_slot + head * L
-    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
-    B = load_past(ring_B + n, N, n < N, pos, BL, RING)  # [BL, WIDTH]
-    dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
-    x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
-    if FLUSH:
-        state = values_of(loaded, N, WIDTH, READ)
-        y = tl.sum(state * C[None, :], 1)
-    else:
-        y = times_vector(loaded, C_read, N, WIDTH, READ)
-
-    B_new, x_new = as_recorded(B_new, RING), as_recorded(x_given, RING)
-    log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
-    now = last(log_decay) + rate * dt_new  # [HEADS]
-    weights = dt * decay(now[None, :], log_decay) * tl.sum(B * C[None, :], 1)[:, None]
-    weight_new = dt_new * tl.sum(B_new * C, 0)
-    y = by_head(y, HEADS) * decay(now, 0.0)[:, None]
-    y += tl.sum(by_head(x, HEADS) * weights[:, :, None], 0)
-    y += by_head(x_new, HEADS) * weight_new[:, None]
-    y = tl.reshape(y, [HEADS * BP])
-    if tokens.D is not None:
-        skip = tl.load(tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0)
-        y += skip.to(tl.float32) * x_given.to(tl.float32)
-    # A ring without room is a caller's mistake; no number may come of it.
-    fits = pos < L
-    tl.store(out + row * (H * P) + state_row, tl.where(fits, y, float("nan")), mask=in_tile)
-
-    if FLUSH:
-        state = fold(state, x, B, dt, log_decay, now, PRECISION)
-        x_weighted = tl.reshape(by_head(x_new, HEADS) * dt_new[:, None], [HEADS * BP])
-        state += x_weighted[:, None] * B_new[None, :]
-        write_state(
-            state, read, None, cursors, layer, ticket, state_row, in_rows,
-            P, BP, N, WIDTH, READ, None,
+        y = times_vector(loaded, token[1], N, WIDTH, READ)
+        before = count_arrival(cursors, slot, pos < L - 1, THREADS)
+        answer(
+            out, tokens, token, records, row, part, y, pos, H, P, G, RING, HEADS, BP
         )  # fmt: skip
-    elif fits:
-        FORMAT: tl.constexpr = fact(RING, "format")
-        tl.store(ring_x + pos * P, encode_elements(x_new, FORMAT), mask=in_tile)
-        if first_p == 0:
-            tl.store(ring_dt + pos, dt_new, mask=in_heads)
-            if part % (parts // G) == 0:
-                tl.store(ring_B + pos * N + n, encode_elements(B_new, FORMAT), mask=n < N)
+        if flushes:
+            folded = load_state(
+                checkpoint, slot, part, H, P, G, N, CHECKPOINT, False, HEADS, BP, WIDTH
+            )
+            fold_token(
+                values_of(folded, N, WIDTH, CHECKPOINT), token, records, layer,
+                checkpoint, read_copy, cursors, ticket, part,
+                H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION, HEADS, BP, WIDTH,
+            )  # fmt: skip
+        else:
+            append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
+            move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
+    if flushes:
+        before = count_arrival(cursors, slot, True, THREADS)
+        move_if_last(cursors, slot, before, parts, 0, ticket.flushes + 1, THREADS)
 
 
 def decode(
@@ -260,23 +237,29 @@ def step(
     layer: int,
     launch: Launch | None = None,
     fold_launch: Launch | None = None,
+    single: bool | None = None,
 ) -> Tensor:
     """`decode`, then commit the token, then flush the rows whose ring it filled.
 
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
-    read copy. `fold_launch` is for what rows that flush take. Other arguments, result and errors as
-    in `decode` and `flush`.
+    read copy. `fold_launch` is for what rows that flush take. `single`: whether it is one launch,
+    which then takes `launch`; None: if rows are few. Other arguments, result and errors as in
+    `decode` and `flush`.
     """
     triton_launch.check_copies(policy, checkpoint, read_copy)
+    sizes = triton_launch.sizes(checkpoint, ring, cursors, inputs, tokens=1)
+    if single is None:
+        single = triton_launch.is_few(sizes, inputs.x.shape[0])
+    if single:
+        return _single(checkpoint, read_copy, ring, policy, cursors, inputs, layer, launch, sizes)
     if read_copy is not None:
         out = _decode(read_copy, ring, policy, cursors, inputs, launch)
         commit_and_flush(
             checkpoint, read_copy, ring, policy, cursors, inputs.A, layer=layer, launch=fold_launch
         )
         return out
-    ring_len = triton_launch.sizes(checkpoint, ring, cursors)["L"]
-    out = _decode(checkpoint, ring, policy, cursors, inputs, launch, excepted=ring_len - 1)
-    due = list_due(cursors, ring_len, commits=True, moves=True)
+    out = _decode(checkpoint, ring, policy, cursors, inputs, launch, excepted=sizes["L"] - 1)
+    due = list_due(cursors, sizes["L"], commits=True, moves=True)
     _decode_and_flush(checkpoint, ring, policy, cursors, inputs, fold_launch, due, out, layer)
     return out
 
@@ -308,9 +291,49 @@ def _decode(
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=_has_d_per_channel(inputs),
         EXCEPT=excepted,
+        EAGER=launch.eager,
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=1),
         WIDTH=triton_launch.width(sizes, read),
+        **launch.options(),
+    )
+    return out
+
+
+def _single(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    layer: int,
+    launch: Launch | None,
+    sizes: triton_launch.Sizes,
+) -> Tensor:
+    rows = inputs.x.shape[0]
+    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
+    out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
+    step_kernel[(triton_launch.tiles(sizes, launch), rows)](
+        out,
+        triton_launch.tokens(inputs),
+        inputs.A,
+        triton_launch.ring(ring),
+        cursors,
+        stored(checkpoint),
+        None if read_copy is None else stored(read_copy),
+        layer,
+        **sizes,
+        RING=triton_launch.ring_storage(policy, ring),
+        CHECKPOINT=policy.checkpoint,
+        READ_COPY=policy.read_copy,
+        D_PER_CHANNEL=_has_d_per_channel(inputs),
+        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
+        **launch.tile(sizes),
+        BL=triton_launch.slots(sizes, least=16),
+        WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
+        EAGER=launch.eager,
+        THREADS=32 * launch.num_warps,
         **launch.options(),
     )
     return out
@@ -343,7 +366,7 @@ def _decode_and_flush(
         due,
         **sizes,
         TILES=tiles,
-        READ=policy.checkpoint,
+        STORAGE=policy.checkpoint,
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=_has_d_per_channel(inputs),
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),

@@ -39,6 +39,7 @@ class Launch:
             what a step does of it): programs that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
+        eager: whether a token asks for the whole ring, before it knows how much of it is used.
     """
 
     heads: int = 1
@@ -47,6 +48,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     maxnreg: int | None = None
+    eager: bool = False
 
     def tile(self, sizes: Sizes) -> dict[str, int]:
         """The tile as kernel constants.
@@ -72,17 +74,19 @@ class Launch:
 
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
-# Chosen on an H200 at H = 128, P = 64, N = 128, 256 rows; those of 8 bits, and of "step", by
+# Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
 # likeness.
 _TABLE = {
-    "decode": {32: (64, 4, None), 16: (128, 2, 96), 8: (128, 2, None), 4: (128, 1, None)},
-    "step": {32: (64, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
-    "flush": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "decode": {32: (64, 2, None), 16: (128, 2, 128), 8: (128, 2, None), 4: (128, 1, None)},
+    "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
+    "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, 168)},
+    "few step": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
 
-# With fewer tiles than this, a large GPU has idle multiprocessors: take small ones.
-_ENOUGH_TILES = 256
+# Rows of state up to which a launch waits for memory, not bandwidth.
+_FEW = 1 << 16
 
 
 def default_launch(
@@ -95,7 +99,8 @@ def default_launch(
     """
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
-    rows, num_warps, maxnreg = _TABLE[kernel][bits]
+    few = is_few(sizes, batch) and kernel in ("decode", "step")
+    rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
     # A P that is no power of two is cut where that leaves no idle lanes; a window, whose products
     # want tall tiles, and a writer of scales per head take whole heads.
     block_p = sizes["P"] & -sizes["P"]
@@ -103,26 +108,28 @@ def default_launch(
     if block_p < 16 or kernel == "window" or writes_head_scales:
         block_p = max(16, triton.next_power_of_2(sizes["P"]))
     if kernel == "window":
-        loop = 16 if batch * sizes["H"] >= 16 * _ENOUGH_TILES else 4
+        loop = 16 if batch * sizes["H"] >= 4096 else 4
         return Launch(block_p=block_p, loop=loop, num_warps=8 if block_p > 64 else num_warps)
     heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
-    if batch * sizes["H"] * sizes["P"] < _ENOUGH_TILES * rows:
-        rows = min(rows, 64)
     if not writes_head_scales:
         block_p = min(block_p, rows) if sizes["P"] % min(block_p, rows) == 0 else block_p
     heads = max(1, min(rows // block_p, heads_per_group))
-    if kernel in ("flush", "step"):
+    if kernel != "decode" and heads * block_p != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
-        num_warps = max(num_warps, heads * block_p // 16)
-    if kernel == "flush" and writes_head_scales and policy.checkpoint.format == FP32:
-        maxnreg = 168 if num_warps == 4 else None  # three programs a multiprocessor, not two
+        num_warps, maxnreg = max(1, heads * block_p // 16), None
     return Launch(
         heads=heads,
         block_p=block_p,
         loop=8 if any_row else 1,
         num_warps=num_warps,
         maxnreg=maxnreg,
+        eager=few,
     )
+
+
+def is_few(sizes: Sizes, batch: int) -> bool:
+    """Whether a launch of so many rows waits for memory, not for bandwidth."""
+    return batch * sizes["H"] * sizes["P"] <= _FEW
 
 
 def _needs_whole_heads(policy: PrecisionPolicy) -> bool:

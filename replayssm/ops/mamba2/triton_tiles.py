@@ -109,16 +109,39 @@ def as_recorded(x, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def load_past(ring, PITCH: tl.constexpr, in_columns, pos, BL: tl.constexpr, STORAGE: tl.constexpr):
-    """FP32 [BL, columns] of the records below slot `pos`, else zero.
+def load_records(ring, PITCH: tl.constexpr, in_columns, count, BL: tl.constexpr):
+    """Codes [BL, columns] of the ring's first `count` slots, as they lie; else zero.
 
-    `ring` points at each column of slot 0, slots are PITCH apart. Zeros are selected, so a NaN left
-    in an unused slot cannot reach any product.
+    `ring` points at each column of slot 0, slots are PITCH apart.
     """
     slot = tl.arange(0, BL)[:, None]
-    mask = (slot < pos) & in_columns[None, :]
-    codes = tl.load(ring[None, :] + slot * PITCH, mask=mask, other=0)
+    mask = (slot < count) & in_columns[None, :]
+    return tl.load(ring[None, :] + slot * PITCH, mask=mask, other=0)
+
+
+@triton.jit
+def past_of(codes, pos, STORAGE: tl.constexpr):
+    """FP32 values of codes from `load_records`, zero from slot `pos` on (None: all count).
+
+    Zeros are selected, so a NaN left in an unused slot cannot reach any product.
+    """
+    if pos is not None:
+        slot = tl.arange(0, codes.shape[0])[:, None]
+        codes = tl.where(slot < pos, codes, 0)
     return decode_elements(codes, fact(STORAGE, "format"), False)
+
+
+@triton.jit
+def load_past(ring, PITCH: tl.constexpr, in_columns, pos, BL: tl.constexpr, STORAGE: tl.constexpr):
+    """FP32 [BL, columns] of the records below slot `pos`, else zero; see `load_records`."""
+    return past_of(load_records(ring, PITCH, in_columns, pos, BL), None, STORAGE)
+
+
+@triton.jit
+def with_last(past, new, L: tl.constexpr):
+    """Records [BL, columns] with `new` [columns] as number L - 1."""
+    slot = tl.arange(0, past.shape[0])[:, None]
+    return tl.where(slot == L - 1, new[None, :], past)
 
 
 @triton.jit
@@ -203,6 +226,6 @@ def write_state(
         )
         over += over_copy
     if over > 0:
-        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
+        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64), sem="relaxed")
     if not_finite > 0:
-        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
+        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64), sem="relaxed")
