@@ -2,8 +2,8 @@
 
 Owns which modules and functions of the library these are, by the names of their classes, and that
 each gets the kernel with its own places of rounding (`ops/glue`). While `glue` is active for an
-adapter, its model's norms run on them, and so do the convolutions of claimed layers for single
-tokens. Whatever a table does not name, or is called in another way, stays the library's. Must not
+adapter, its model's norms and gated MLPs run on them, and so do the convolutions of claimed layers.
+Whatever a table does not name, or is called in another way, stays the library's. Must not
 know policies or sessions.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from replayssm.models.adapter import Adapter
 
 _SILU = ("silu", "swish")
+_ACTIVATIONS = (None, *_SILU)  # of a convolution
 
 
 def _centred_norm(module: nn.Module, forward: Callable) -> Callable:
@@ -88,7 +89,7 @@ _MODULES: dict[str, Callable[[nn.Module, Callable], Callable]] = {
 }
 
 
-def _convolution(
+def _convolution_step(
     original: Callable,
     hidden_states: Tensor,
     conv_state: Tensor,
@@ -101,14 +102,33 @@ def _convolution(
 
     alike = hidden_states.dtype == conv_state.dtype == weight.dtype
     whole = conv_state.shape[-1] == weight.shape[-1] and conv_state.is_contiguous()
-    known = activation is None or activation in _SILU
-    if hidden_states.shape[-1] != 1 or not (alike and whole and known):
+    if hidden_states.shape[-1] != 1 or not (alike and whole and activation in _ACTIVATIONS):
         return original(hidden_states, conv_state, weight, bias, activation)
     silu = activation is not None
     return convolution_step(hidden_states, conv_state, weight.contiguous(), bias, silu=silu)
 
 
-SIDE_FUNCTIONS: dict[str, Callable] = {"causal_conv1d_update": _convolution}
+def _convolution(
+    original: Callable,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs,
+) -> Tensor:
+    """`causal_conv1d_fn` of the library: [B, C, T] from inputs [B, C, T]."""
+    from replayssm.ops.glue.triton_glue import convolution
+
+    packed = kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None
+    if packed or hidden_states.dtype != weight.dtype or activation not in _ACTIVATIONS:
+        return original(hidden_states, weight, bias, activation=activation, **kwargs)
+    return convolution(hidden_states, weight.contiguous(), bias, silu=activation is not None)
+
+
+SIDE_FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_update": _convolution_step,
+    "causal_conv1d_fn": _convolution,
+}
 """For `claimed_layer`, by the name of the library's function."""
 
 

@@ -16,11 +16,11 @@ from replayssm.policy import parse_policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-KERNELS = ("rms_norm", "convolution_step", "gated", "unit_vectors", "step_size")
+KERNELS = ("rms_norm", "convolution_step", "convolution", "gated", "unit_vectors", "step_size")
 # What the tables name for an architecture: its kernels.
 USED = {
-    "qwen3_5": {"rms_norm", "convolution_step", "gated", "unit_vectors"},
-    "nemotron_h": {"rms_norm", "convolution_step", "step_size"},
+    "qwen3_5": {"rms_norm", "convolution_step", "convolution", "gated", "unit_vectors"},
+    "nemotron_h": {"rms_norm", "convolution_step", "convolution", "step_size"},
 }
 GROUP = RowGroup(policy=parse_policy("fp32@4"), sequences=(0, 1), seeds=(0, 0))
 

@@ -27,6 +27,7 @@ from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
 from replayssm.ops.gated_delta import triton_launch as gated_delta_launch
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
+from replayssm.ops.glue import triton_glue
 from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
 from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
 from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
@@ -215,6 +216,41 @@ def conventional_launches(geometry: Geometry):
                 yield f"conventional, {tokens} tokens, {launch.label}", kernel
 
 
+def glue_launches():
+    """What surrounds the recurrences of two models of 4B; yields as `launches`."""
+
+    def narrow(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    qkv, xBC = narrow(ROWS, 1, 8192).mT, narrow(ROWS, 1, 9728).mT
+    gate, weight = {"gate": narrow(ROWS, 7680), "rounds": True}, narrow(8192)
+    scan, dt = torch.zeros(ROWS, 7680), narrow(ROWS, 1, 96, 1).expand(-1, -1, -1, 80)[..., 0]
+    limits = {"softplus": True, "low": 0.001, "high": float("inf")}
+    calls = {
+        "norm": lambda: triton_glue.rms_norm(narrow(ROWS, 2560), weight[:2560], 1e-6, centred=True),
+        "gate after a norm": lambda: triton_glue.rms_norm(
+            narrow(ROWS, 7680), weight[:7680], 1e-6, gated="after", **gate
+        ),
+        "gate before norms": lambda: triton_glue.rms_norm(
+            scan, weight[:7680], 1e-5, group=960, **gate
+        ),
+        "convolution step": lambda: triton_glue.convolution_step(
+            qkv, narrow(ROWS, 8192, 4), narrow(8192, 4), None, silu=True
+        ),
+        "convolution": lambda: triton_glue.convolution(
+            xBC.expand(-1, -1, 9), narrow(9728, 4), narrow(9728), silu=True
+        ),
+        "unit vectors": lambda: triton_glue.unit_vectors(narrow(ROWS, 1, 16, 128), 1e-6),
+        "gate": lambda: triton_glue.gated(narrow(ROWS, 9216), narrow(ROWS, 9216)),
+        "step sizes": lambda: triton_glue.step_size(dt, narrow(96), **limits),
+    }
+    for name, call in calls.items():
+        with compiling((triton_glue,)) as results:
+            call()
+        for kernel in results:
+            yield name, kernel
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers, stack and local memory per thread of a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -274,6 +310,11 @@ def main(architectures: list[int]) -> None:
             # Some invariants of a loop over tiles, read back once a tile, cost nothing.
             if arch == 90 and (used["stack"] > 256 or used["local"]):
                 spilled.append(line)
+        for name, kernel in glue_launches():
+            used = resources(kernel.asm["cubin"])
+            print(f"sm_{arch} glue {name}: {used['registers']} registers", flush=True)
+            if used["stack"] or used["local"]:
+                spilled.append(name)
     if spilled:
         sys.exit("spills to local memory:\n" + "\n".join(spilled))
 

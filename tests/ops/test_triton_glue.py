@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from replayssm.ops.glue.triton_glue import (
+    convolution,
     convolution_step,
     gated,
     rms_norm,
@@ -86,6 +87,17 @@ def test_convolution(dtype, silu):
         wanted = F.silu(wanted.float()).to(dtype) if silu else wanted
         close(convolution_step(x, state, weight, bias, silu=silu), wanted, dtype)
         assert torch.equal(state, window)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_convolution_over_tokens(dtype, tokens):
+    x = normal(2, tokens, 40, dtype=dtype).transpose(1, 2)
+    weight, bias = normal(40, 4, dtype=dtype, seed=1), normal(40, dtype=dtype, seed=2)
+    wanted = F.conv1d(F.pad(x.float(), (3, 0)), weight.float()[:, None], bias.float(), groups=40)
+    close(convolution(x, weight, bias, silu=False), wanted.to(dtype), dtype)
+    wanted = F.silu(wanted.to(dtype).float()).to(dtype)
+    close(convolution(x, weight, bias, silu=True), wanted, dtype)
 
 
 @DTYPES

@@ -161,6 +161,61 @@ def convolution_step(
 
 
 @triton.jit
+def long_convolution_kernel(
+    out,                                # [B, C, T]
+    x, weight, bias,                    # [B, C, T], [C, W], [C] or None
+    C, T, x_row, x_channel, x_token,
+    W: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid (C / CHANNELS, T / TOKENS, B)."""
+    row = tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = channel < C
+    here = inside[:, None] & (token < T)[None, :]
+    at = x + row * x_row + channel[:, None] * x_channel + token[None, :] * x_token
+    value = tl.zeros((CHANNELS, TOKENS), tl.float32)
+    if bias is not None:
+        value += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)[:, None]
+    for tap in tl.static_range(W):
+        seen = here & (token >= W - 1 - tap)[None, :]
+        past = tl.load(at - (W - 1 - tap) * x_token, mask=seen, other=0)
+        taps = tl.load(weight + channel * W + tap, mask=inside, other=0).to(tl.float32)
+        value += past.to(tl.float32) * taps[:, None]
+    value = value.to(out.dtype.element_ty)
+    if SILU:
+        value = _silu(value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + (row * C + channel[:, None]) * T + token[None, :], value, mask=here)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    """A causal convolution by channel over tokens from nothing: [B, C, T] like `x` [B, C, T].
+
+    weight [C, W], bias [C]. The sum is FP32, rounded to x's dtype before the SiLU and after.
+    """
+    batch, channels, tokens = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = min(64, triton.next_power_of_2(tokens))
+    rows = max(1, _ELEMENTS // block)
+    grid = (triton.cdiv(channels, rows), triton.cdiv(tokens, block), batch)
+    long_convolution_kernel[grid](
+        out,
+        x,
+        weight,
+        bias,
+        channels,
+        tokens,
+        *x.stride(),
+        W=weight.shape[1],
+        SILU=silu,
+        CHANNELS=rows,
+        TOKENS=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
 def unit_kernel(
     out,                                # [B, T, H, K] float32
     x,                                  # [B, T, H, K]
