@@ -12,6 +12,7 @@ the same text is also read in windows of whole rings, which is single-token deco
 order of sums and nothing else: what that changes is no fault of speculation.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,12 @@ class GreedyCheck:
 
     def faults(self, *, near: float = 1e-4) -> list[Tie]:
         """Ties that rounding does not explain: wider than `near` and than twice the spread; all of
-        them, if there are many more than reordering has (twice as many, and one in 500 tokens).
+        them, if there are many more than reordering has: than two counts of events as rare as these
+        differ by chance (three standard deviations), and one in 500 tokens.
         """
         wide = [tie for tie in self.ties if tie.gap > max(near, 2 * self.spread)]
-        allowed = 1 + 2 * len(self.reordered) + self.tokens / 500
+        others = len(self.reordered)
+        allowed = others + 3 * math.sqrt(2 * max(others, 1)) + self.tokens / 500
         return wide or (self.ties if len(self.ties) > allowed else [])
 
 

@@ -3,10 +3,13 @@
 What may happen to a draft is tested in `test_speculative_kernels.py`, on a GPU too.
 """
 
+import copy
+
 import pytest
 import torch
 from test_speculative import ScriptedDrafter, check_greedy
-from tiny_models import random_tokens
+from tiny_models import random_tokens, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
 from replayssm.engine.decode import generate
 from replayssm.engine.drafters import ModelDrafter
@@ -26,11 +29,20 @@ def run(decoder, prompts, tokens):
     return [row.tokens for row in decoder.rows]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def model_on_gpu(name):
+    """A tiny model; "kimi_linear" without experts, which cannot be captured in FP32."""
+    if name != "kimi_linear":
+        return copy.deepcopy(tiny_model(name)).cuda()
+    config = tiny_config(name)
+    config.mlp_layer_types = ["dense"] * config.num_hidden_layers
+    return AutoModelForCausalLM.from_config(config).eval().cuda()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "kimi_linear"])
 @pytest.mark.parametrize("policy", ["fp32@6", "fp16-sr+nvfp4"])
-def test_replayed_windows_are_those_launched_one_by_one(name, policy, tiny_model):
+def test_replayed_windows_are_those_launched_one_by_one(name, policy):
     """The same kernels in the same order: the same bits, with rows at places of their own."""
-    adapter, policy = Adapter(tiny_model(name).cuda()), parse_policy(policy)
+    adapter, policy = Adapter(model_on_gpu(name)), parse_policy(policy)
     prompts = random_tokens(3, 7).tolist()
     made = generate(adapter, torch.tensor(prompts), policy, max_new_tokens=80)
     want = [list(row.tokens) for row in made]
@@ -44,9 +56,23 @@ def test_replayed_windows_are_those_launched_one_by_one(name, policy, tiny_model
     assert texts["on"] == texts["off"]
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
+def test_experts_in_fp32_are_run_without_graphs(name):
+    """torch's product of groups asks the host how large they are; who wants graphs is told."""
+    adapter, policy = Adapter(copy.deepcopy(tiny_model(name)).cuda()), parse_policy("fp32@6")
+    prompts, texts = random_tokens(2, 7).tolist(), []
+    for graphs in ("off", "auto"):
+        drafter = ScriptedDrafter([[5] * 40] * 2, right=(0,))
+        decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=3, graphs=graphs)
+        texts.append(run(decoder, prompts, 40))
+    assert texts[0] == texts[1]
+    state = decoder._state
+    assert "capture failed" in state._graphs.describe(state._cache.cache)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_drafter_replays_graphs_too(temperature, tiny_model):
-    adapter, smaller = (Adapter(tiny_model(name).cuda()) for name in ("qwen3_5", "mamba2"))
+def test_a_drafter_replays_graphs_too(temperature):
+    adapter, smaller = (Adapter(model_on_gpu(name)) for name in ("qwen3_5", "mamba2"))
     policy, prompts = parse_policy("fp16-sr+nvfp4"), random_tokens(2, 7).tolist()
     texts = []
     for graphs in ("off", "on"):
@@ -66,7 +92,9 @@ def test_a_drafter_replays_graphs_too(temperature, tiny_model):
 @pytest.mark.parametrize("policy", ["fp32", "fp16+nvfp4"])
 def test_builtin_models_speculate_as_they_decode(name, policy):
     model, policy = load(name, device="cuda"), parse_policy(policy)
-    prompts = [model.tokenizer("one two three four five six seven")["input_ids"]] * 2
+    texts = ("one two three four five six seven", "It was a dark and stormy night; the rain fell")
+    encoded = [model.tokenizer(text)["input_ids"] for text in texts]
+    prompts = [tokens[: min(map(len, encoded))] for tokens in encoded]
     made = generate(model.adapter, torch.tensor(prompts), policy, max_new_tokens=200)
     want = [list(row.tokens) for row in made]
     drafter = ScriptedDrafter(want, right=(8, 3, 0, 8))
