@@ -1,9 +1,8 @@
-"""One token per row, T = 1: the state is read once, one record appended; a full ring may be folded.
+"""One token per row, T = 1: the state is read once, one record appended.
 
-Owns the decode kernel and its launchers. Its shape is that of `../gated_delta/triton_decode.py`:
-the state tile meets the decayed k and q in one pass, on CUDA cores; `decode` writes no state;
-`step` also commits the token and flushes the rows whose ring it fills, in the same launch where one
-copy serves both jobs. Outputs of a flushing step read the copy before the flush.
+Owns the decode kernel and its launchers. The state tile meets the decayed k and q in one pass, on
+CUDA cores. `decode` writes no state; `step` also commits the token and flushes the rows whose ring
+it fills, in launches of their own. Outputs of a flushing step read the copy before the flush.
 
 Legend: triton_tiles.py.
 """
@@ -26,35 +25,31 @@ from replayssm.ops.gated_delta.triton_launch import (
     token_argument,
     writes,
 )
-from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows, write_state
+from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
-from replayssm.ops.kimi_delta.triton_flush import flush
+from replayssm.ops.kimi_delta.triton_flush import commit_and_flush
 from replayssm.ops.kimi_delta.triton_launch import default_launch
-from replayssm.ops.kimi_delta.triton_tiles import fold_records, sums_after
+from replayssm.ops.kimi_delta.triton_tiles import sums_after
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, Ticket, arrive, precision_of
+from replayssm.ops.quantize.tiles import load_unscaled, row_factor
+from replayssm.ops.triton_common import Cursors, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
 def decode_kernel(
     out,  # [B, HV, V] FP32
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
-    layer,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
-    COMMIT: tl.constexpr,  # whether the token is committed
-    FOLD: tl.constexpr,  # and a ring that it fills folded into what was read
     SUMS: tl.constexpr,  # precision of sums of gates
-    FULL: tl.constexpr,  # of u times decayed k
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
@@ -117,33 +112,6 @@ def decode_kernel(
                 k_held = k.to(ring.k.dtype.element_ty)
                 tl.store(keys + count * K + column, k_held, mask=in_k)
 
-    if FOLD:
-        if count == L - 1:
-            s = load_tile(read, slot, state_row, in_rows, V, K, BK, READ)
-            newest = (record == count)[:, None]
-            u_all = tl.where(newest, u[None, :], u_past)
-            k_all = tl.where(newest, k[None, :], k_past)
-            after = tl.where(past[:, None], after, 0.0)
-            s = fold_records(s, tl.trans(u_all), k_all, after, total, FULL)
-            ticket = Ticket(
-                row,
-                slot,
-                count,
-                tl.load(cursors.flushes + slot),
-                tl.load(cursors.sequence + slot),
-                tl.load(cursors.seed + slot),
-            )
-            write_state(
-                s, read, None, cursors, layer, ticket, state_row, in_rows,
-                V, K, BV, BK, READ, None,
-            )  # fmt: skip
-    if COMMIT:
-        if arrive(cursors, slot, tl.num_programs(0) * tl.num_programs(1)):
-            full = count == L - 1 if FOLD else False
-            flushes = tl.load(cursors.flushes + slot)
-            tl.store(cursors.flushes + slot, flushes + full)
-            tl.store(cursors.pos + slot, tl.where(full, 0, count + 1).to(tl.int64))
-
 
 def decode(
     read: Quantized,
@@ -170,7 +138,25 @@ def decode(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    return _launch(read, ring, policy, cursors, inputs, launch)
+    ring = ring_argument(ring)
+    constants = sizes(ring, policy)
+    rows = len(cursors.slots)
+    launch = launch or default_launch("decode", policy, constants, rows)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    decode_kernel[(launch.tiles(constants), constants["HV"], rows)](
+        out,
+        token_argument(inputs),
+        ring,
+        cursors,
+        stored(read),
+        **constants,
+        READ=policy.read_storage,
+        SUMS=precision_of(torch.float32, torch.bfloat16),
+        **launch.options(),
+        BV=launch.block_v,
+        BK=state_width(policy, constants),
+    )
+    return out
 
 
 def step(
@@ -189,48 +175,8 @@ def step(
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
     read copy. Other arguments, result and errors as in `decode` and `flush`.
     """
-    writes(policy, checkpoint, read_copy)
-    if read_copy is None:
-        return _launch(
-            checkpoint, ring, policy, cursors, inputs, launch, commits=True, folds=True, layer=layer
-        )
-    out = _launch(read_copy, ring, policy, cursors, inputs, launch, commits=True)
-    flush(checkpoint, read_copy, ring, policy, cursors, {}, layer=layer)
-    return out
-
-
-def _launch(
-    read: Quantized,
-    ring: Mapping[str, Tensor],
-    policy: PrecisionPolicy,
-    cursors: Cursors,
-    inputs: KimiDeltaInputs,
-    launch: Launch | None,
-    *,
-    commits: bool = False,
-    folds: bool = False,
-    layer: int = 0,
-) -> Tensor:
-    ring = ring_argument(ring)
-    constants = sizes(ring, policy)
-    storage, rows = policy.read_storage, len(cursors.slots)
-    launch = launch or default_launch("step" if folds else "decode", policy, constants, rows)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    decode_kernel[(launch.tiles(constants), constants["HV"], rows)](
-        out,
-        token_argument(inputs),
-        ring,
-        cursors,
-        stored(read),
-        layer,
-        **constants,
-        READ=storage,
-        COMMIT=commits,
-        FOLD=folds,
-        SUMS=precision_of(torch.float32, torch.bfloat16),
-        FULL=precision_of(torch.float32, torch.float32),
-        **launch.options(storage if folds else None),
-        BV=launch.block_v,
-        BK=state_width(policy, constants),
-    )
+    writes(policy, checkpoint, read_copy)  # before anything is written
+    read = checkpoint if read_copy is None else read_copy
+    out = decode(read, ring, policy, cursors, inputs, launch=launch)
+    commit_and_flush(checkpoint, read_copy, ring, policy, cursors, layer=layer)
     return out

@@ -146,12 +146,40 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
+    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, rows=rows)
+
+
+def commit_and_flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    *,
+    layer: int,
+) -> None:
+    """Commit one record of every row, and `flush` the rows whose ring it filled."""
+    _flush(checkpoint, read_copy, ring, policy, cursors, layer, None, commits=True)
+
+
+def _flush(
+    checkpoint: Quantized,
+    read_copy: Quantized | None,
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    layer: int,
+    launch: Launch | None,
+    *,
+    rows: Tensor | None = None,
+    commits: bool = False,
+) -> None:
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
     launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
     batch = len(cursors.slots)
-    due = list_due(cursors, constants["L"], rows, moves=True)
+    due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
     work = batch * constants["HV"] * launch.tiles(constants)
     flush_kernel[(min(work, resident_programs(due.device, 4)),)](
         stored(checkpoint),

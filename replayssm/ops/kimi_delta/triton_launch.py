@@ -14,7 +14,6 @@ from replayssm.policy import PrecisionPolicy
 # As `gated_delta.triton_launch.TABLE`.
 TABLE = {
     "decode": {32: (64, 4), 16: (128, 4), 8: (64, 4), 4: (128, 4)},
-    "step": {32: (64, 8), 16: (64, 8), 8: (64, 8), 4: (64, 8)},
     "flush": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
     "window": {32: (64, 4), 16: (64, 4), 8: (64, 4), 4: (64, 4)},
 }
@@ -28,7 +27,7 @@ def default_launch(
     A program that writes a copy with a scale per head holds the head, with 16 rows for every warp:
     more warps than that make Triton 3.6 read past operands of products that feed each other.
     """
-    if kernel in ("step", "flush") and triton_launch.scales_heads(policy):
+    if kernel == "flush" and triton_launch.scales_heads(policy):
         whole = triton_launch.power_of_two(constants["V"])
         return Launch(block_v=whole, num_warps=min(8, whole // 16))
     return triton_launch.from_table(TABLE[kernel], policy, constants, rows)
