@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
 
@@ -62,6 +62,18 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
         metavar="WHEN",
         help="aligned (default: after as many tokens as without speculation), or early (before a "
         "window that does not fit the ring)",
+    )
+    generate.add_argument(
+        "--conventional",
+        action="store_true",
+        help="for comparison: read and write the state for every token, by kernels; needs a GPU, "
+        "and --policy fp32@1, fp16@1 or bf16@1",
+    )
+    generate.add_argument(
+        "--fast",
+        action="store_true",
+        help="what surrounds the recurrences as servers compute it: norms, convolutions and gates "
+        "in one kernel each, the last projection in the dtype of the weights; needs a GPU",
     )
     generate.add_argument("--ignore-stop", action="store_true", help="go on after a stop token")
     generate.add_argument("--dtype", default="float32", help="of weights: float32, bfloat16, ...")
@@ -124,11 +136,14 @@ class _Numbers:
 def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
+    from replayssm.models.adapter import Adapter
     from replayssm.models.loading import load
     from replayssm.policy import parse_policy
     from replayssm.study.subject import stop_tokens
 
     policy = parse_policy(arguments.policy)
+    if arguments.conventional and arguments.speculate:
+        raise ValueError("--conventional decodes token by token: leave out --speculate")
     if arguments.speculate < 0:
         raise ValueError(f"--speculate must be 0 to 16, is {arguments.speculate}")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,6 +153,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         "trust_remote_code": arguments.trust_remote_code,
     }
     loaded = load(arguments.model, **options)
+    if arguments.fast:
+        loaded = replace(loaded, adapter=Adapter(loaded.model, name=loaded.name, fast=True))
     prompt = loaded.tokenizer(_prompt(arguments))["input_ids"]
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token")
@@ -184,6 +201,10 @@ def _decoded(arguments, loaded, policy, prompt, stops, numbers: _Numbers, option
     )
     numbers.state_bytes = stream.session.state_bytes()
     numbers.backends = stream.session.group_backends(0)
+    if arguments.conventional:
+        from replayssm.state_update.triton_conventional import ConventionalReader
+
+        stream.session.reader, numbers.backends = ConventionalReader(), ("conventional",)
     chosen = decode(stream, logits, stop_tokens=stops, sampler=_sampler(arguments), **common)
     start = None
     for (token,) in map(torch.Tensor.tolist, chosen):

@@ -35,6 +35,25 @@ def test_speculation_writes_the_same_text(capsys):
     assert "; 0 bytes" not in numbers[2] and "bytes of state more for each draft" in numbers[2]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_conventional_state_writes_the_same_text(capsys):
+    """By the interpreter, if there is no GPU, so only a few tokens."""
+    texts = []
+    for more in (["--policy", "fp32"], ["--policy", "fp32@1", "--conventional"]):
+        assert run("--prompt", "one two three", "--max-new-tokens", 3, *more) == 0
+        out, err = capsys.readouterr()
+        texts.append(out)
+    assert texts[0] == texts[1] and "policy fp32@1 on cpu (conventional)" in err
+
+
+def test_a_fast_model_writes_the_same_text(capsys):
+    texts = []
+    for more in ([], ["--fast"]):
+        assert run("--prompt", "one two three", "--max-new-tokens", 3, *more) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 def test_sampling_depends_on_the_seed(capsys):
     texts = []
     for seed in (1, 1, 2):
@@ -56,6 +75,8 @@ def test_a_prompt_from_a_file(tmp_path, capsys):
     "more, message",
     [
         (["--speculate", "-1"], "0 to 16"),
+        (["--conventional"], "a conventional state is fp32@1, fp16@1 or bf16@1"),
+        (["--conventional", "--speculate", "2"], "leave out --speculate"),
         (["--speculate", "17"], "0 to 16, got 17"),
         (["--speculate", "2", "--drafter", "mtp"], "no class that runs the multi-token head"),
         (["--speculate", "2", "--undo", "magic"], "allowed are cursor, snapshots"),
