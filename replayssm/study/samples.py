@@ -9,14 +9,17 @@ task; imports neither torch nor transformers.
 
 While samples arrive, lines are appended in the order they end; `finish` sorts the file. A process
 that is killed loses the line it was writing and nothing else, and the sorted file does not show
-that it was. A question is stored as the digest of its prompt: no text of a task gets into a file,
-except what a model says itself.
+that it was. Files of a finished run may be packed (`gzip -n`, name.jsonl.gz), to be kept: they are
+read as they are, and unpacked when a run continues them. A question is stored as the digest of its
+prompt: no text of a task gets into a file, except what a model says itself.
 """
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -85,6 +88,9 @@ class SampleStore:
 
     def __enter__(self) -> "SampleStore":
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if _packed(self.path).exists() and not self.path.exists():
+            with atomic_path(self.path) as temporary:
+                temporary.write_bytes(_content(self.path))
         self._handle = open(self.path, "a+b")
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,12 +152,25 @@ class SampleStore:
 
 def read_samples(path: Path) -> tuple[dict, list[Sample]]:
     """(identity, samples) of a finished file; ValueError if it is missing or damaged."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: the samples of this run are not here") from None
+    lines = _content(Path(path)).decode().splitlines()
     identity = _header(path, lines[0] if lines else "")
     return identity, [_parse(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(path.name + ".gz")
+
+
+def _content(path: Path) -> bytes:
+    """Of the file, or of the packed one."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    try:
+        return gzip.decompress(_packed(path).read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: the samples of this run are not here") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{_packed(path)}: {error}") from None
 
 
 def _line(value: dict) -> bytes:

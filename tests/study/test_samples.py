@@ -1,5 +1,6 @@
 """The sample store: resuming by sample, files that do not show interruptions, foreign answers."""
 
+import gzip
 import json
 import os
 
@@ -123,6 +124,27 @@ def test_damaged_and_missing_files(tmp_path):
         read_samples(opened.path)
     with pytest.raises(ValueError, match="missing"):
         read_samples(tmp_path / "no.jsonl")
+
+
+def test_packed_files_are_read_and_continued(tmp_path):
+    with store(tmp_path) as opened:
+        for each in SAMPLES[:3]:
+            opened.add(each)
+        opened.finish()
+    packed = opened.path.with_name(opened.path.name + ".gz")
+    packed.write_bytes(gzip.compress(opened.path.read_bytes()))
+    as_it_was = read_samples(opened.path)
+    opened.path.unlink()
+    assert read_samples(opened.path) == as_it_was
+    with store(tmp_path) as opened:
+        assert len(opened) == 3
+        opened.add(SAMPLES[3])
+        opened.finish()
+    assert len(read_samples(opened.path)[1]) == 4  # the packed file is not looked at any more
+    opened.path.unlink()
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="jsonl.gz: "):
+        read_samples(opened.path)
 
 
 def test_a_file_in_use(tmp_path):
