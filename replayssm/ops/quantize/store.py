@@ -82,7 +82,9 @@ def store_tile(
     BLOCKS: tl.constexpr = WIDTH // SIZE
     magnitude = magnitude_bits(x)
     if scales is None:
-        if SCALES == "row":
+        if SCALES == "none":
+            amax = magnitude
+        elif SCALES == "row":
             amax = tl.max(magnitude, 1)
         else:
             amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
