@@ -27,7 +27,7 @@ def add_commands(command: Callable, *, names: Callable, integers: Callable) -> N
     kernels.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
     )
-    kernels.add_argument("--layers", type=names, metavar="A,B", help="default: all five")
+    kernels.add_argument("--layers", type=names, metavar="A,B", help="default: all")
     kernels.add_argument("--batch", type=integers, metavar="N,N", dest="batches")
     kernels.add_argument("--ring-len", type=integers, metavar="L,L", dest="ring_lens")
     kernels.add_argument(

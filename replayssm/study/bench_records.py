@@ -19,7 +19,7 @@ RECORD_FILE = "kernels.json"
 
 COLUMNS = {
     "layer": "name of the layer",
-    "recurrence": "mamba2 or gated_delta",
+    "recurrence": "mamba2, gated_delta or kimi_delta",
     "batch": "rows of a launch",
     "ring_len": "L; empty for a conventional kernel",
     "policy": "precision policy; for a conventional kernel the format of its state",
