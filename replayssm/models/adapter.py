@@ -36,8 +36,8 @@ class Adapter:
 
     fast: whether sessions compute what surrounds the recurrences as servers do: norms, convolutions
         and gates in one kernel each (`glue.py`), and the last projection in the model's dtype
-        instead of FP32 (its sums and results are FP32 either way). Otherwise it is the library's
-        own code, as a study needs.
+        instead of FP32 (its sums and results are FP32 either way); rings of a delta rule hold keys
+        in that dtype, too. Otherwise it is the library's own code, as a study needs.
     invariant: whether sessions compute every token in the same order of sums, whatever is computed
         beside it: slow, to compare ways of decoding token for token (`invariance.py`).
     """

@@ -61,8 +61,8 @@ PUBLISHED = {
     "random/nemotron-3-nano-4b": {1: 0.99, 32: 1.17, 128: 1.40, 512: 1.55},
 }
 PUBLISHED_RANGE = (
-    "Published beside: a whole decode step 1.20–1.47×; verifying eight drafts in about one "
-    "standard step"
+    "Published: a whole decode step 1.20–1.47×; verifying eight drafts in about one standard step. "
+    "In the tables, by batch"
 )
 
 
@@ -222,11 +222,11 @@ def _facts(record: StepRecord) -> list[str]:
         "included, of passes of the whole model with a greedy choice of the next token; the median "
         "over cycles. All arms run the same model over the same attention cache and differ in the "
         "recurrent layers alone; what surrounds those is computed as servers do: norms, "
-        "convolutions and gates in one kernel each, the last projection in the weights' dtype with "
-        "FP32 sums. × is the speed-up over conventional FP32 in the same run.",
+        "convolutions and gates in one kernel each, the last projection, and keys of a delta rule, "
+        "in the weights' dtype. × is the speed-up over conventional FP32 in the same run.",
         "Before anything was timed, outputs of the first recurrent layer agreed with the float64 "
         "recurrence on the model's own inputs, before and after a flush, at every batch.",
-        f"{PUBLISHED_RANGE} ({PUBLISHED_SOURCE}).",
+        f"{PUBLISHED_RANGE}: {PUBLISHED_SOURCE}.",
     ]
     if record.kind == SPECULATE:
         lines.append(

@@ -106,7 +106,7 @@ def test_unit_vectors(dtype):
     wanted = x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() * 0.25
     got = unit_vectors(x, 1e-6, scale=0.25)
     assert got.is_contiguous()
-    close(got, wanted, torch.float32)
+    close(got, wanted.to(dtype), dtype)
 
 
 @DTYPES

@@ -14,6 +14,8 @@ Facts of both transformers versions, and what we make of them:
 * 5.17 repeats q and k to HV heads before the call, 5.24 passes HK heads. Repeats are consecutive
   copies, so every (heads / HK)-th head is taken: the ring keeps HK keys in both versions, with the
   same bits.
+* A fast family (`get_family`) rounds the normalised q and k to the dtype of the model, as public
+  kernels do, and leaves v as it is: half the bytes in the ring, and fewer products in windows.
 * g is FP32 in both versions. beta is the sigmoid in the dtype of the model: FP32 for an FP32 model,
   but for a bf16 model it arrives rounded to bf16 (8 bits), and we use it as the layer computed it:
   the rounding is a property of the model as served, and every policy row gets the same beta.
@@ -52,7 +54,7 @@ class GatedDelta:
         }
 
     def ring_dtype(self, mixer: nn.Module) -> torch.dtype:
-        return torch.float32
+        return next(mixer.parameters()).dtype if self._fast else torch.float32
 
     def call(self, name: str, mixer: nn.Module, execute: Execute, args: tuple, kwargs: dict) -> Any:
         del name  # both functions mean the same operator; T = 1 is no special case
@@ -94,7 +96,7 @@ def _delta_rule(
     copies = key.shape[2] // k_heads
     q = normalise(query[:, :, ::copies], scale=query.shape[-1] ** -0.5)
     k = normalise(key[:, :, ::copies])
-    inputs = make_inputs(q=q, k=k, v=value.float(), g=g.float(), beta=beta.float())
+    inputs = make_inputs(q=q, k=k, v=value.to(k.dtype), g=g.float(), beta=beta.float())
     out = execute(inputs, continued=initial_state is not None)  # [B, T, HV, V] FP32
     state = state_placeholder(out) if output_final_state else None
     # The gated norm that follows computes in FP32 but takes its result dtype from here.
@@ -109,6 +111,7 @@ def _l2_normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 def _l2_normalise_by_kernel(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """The same, rounded to x's dtype."""
     from replayssm.ops.glue.triton_glue import unit_vectors
 
     return unit_vectors(x, L2_NORM_EPS, scale=scale)

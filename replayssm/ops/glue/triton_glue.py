@@ -162,7 +162,7 @@ def convolution_step(
 
 @triton.jit
 def long_convolution_kernel(
-    out,                                # [B, C, T]
+    out,                                # [B, T, C]
     x, weight, bias,                    # [B, C, T], [C, W], [C] or None
     C, T, x_row, x_channel, x_token,
     W: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
@@ -185,16 +185,17 @@ def long_convolution_kernel(
     value = value.to(out.dtype.element_ty)
     if SILU:
         value = _silu(value.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + (row * C + channel[:, None]) * T + token[None, :], value, mask=here)
+    tl.store(out + (row * T + token[None, :]) * C + channel[:, None], value, mask=here)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-    """A causal convolution by channel over tokens from nothing: [B, C, T] like `x` [B, C, T].
+    """A causal convolution by channel over tokens from nothing: [B, C, T] like `x` [B, C, T], the
+    channels of a token beside each other in memory.
 
     weight [C, W], bias [C]. The sum is FP32, rounded to x's dtype before the SiLU and after.
     """
     batch, channels, tokens = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(batch, tokens, channels, dtype=x.dtype, device=x.device)
     block = min(64, triton.next_power_of_2(tokens))
     rows = max(1, _ELEMENTS // block)
     grid = (triton.cdiv(channels, rows), triton.cdiv(tokens, block), batch)
@@ -212,13 +213,12 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -
         TOKENS=block,
         num_warps=4,
     )
-    return out
+    return out.transpose(1, 2)
 
 
 @triton.jit
 def unit_kernel(
-    out,                                # [B, T, H, K] float32
-    x,                                  # [B, T, H, K]
+    out, x,                             # [B, T, H, K]
     T, H, x_row, x_token, x_head, x_element, eps, scale,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -228,13 +228,14 @@ def unit_kernel(
     at = x + row * x_row + token * x_token + head * x_head + element * x_element
     value = tl.load(at, mask=element < K, other=0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) + eps) * scale
+    value = value.to(out.dtype.element_ty)
     tl.store(out + vector.to(tl.int64) * K + element, value, mask=element < K)
 
 
 def unit_vectors(x: Tensor, eps: float, *, scale: float = 1.0) -> Tensor:
-    """x [B, T, H, K] over sqrt(|x|^2 + eps) of its last axis, times `scale`; FP32, dense."""
+    """x [B, T, H, K] over sqrt(|x|^2 + eps) of its last axis, times `scale`; like x, but dense."""
     batch, tokens, heads, width = x.shape
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     unit_kernel[(batch * tokens * heads,)](
         out,
         x,
