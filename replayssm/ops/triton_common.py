@@ -228,13 +228,20 @@ def _leading_bits(x):
 
 
 @triton.jit
+def _tf32_bits(x):
+    """x cut to the eleven significant bits of TF32."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
 
     "ieee" multiplies in FP32. The others use tensor cores: "bf16" and "tf32" one product of
     operands that must be exact in that format; "bf16_terms" a as a sum of three BF16 terms, which
     is all of it, and b in BF16, which must be exact: products are then exact; "tf32x3" each operand
-    as a sum of two TF32 terms, 2^-22 relative per product.
+    as a sum of two TF32 terms, 2^-22 relative per product; "tf32_terms" the same with the product
+    of the small terms, and cut instead of rounded, in half the instructions, for finite operands.
     """
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
@@ -247,5 +254,12 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
         accumulator = tl.dot(low, b, accumulator)
         accumulator = tl.dot(middle, b, accumulator)
         return tl.dot(high, b, accumulator)
+    elif PRECISION == "tf32_terms":
+        high, b_high = _tf32_bits(a), _tf32_bits(b)
+        low, b_low = a - high, b - b_high  # 13 bits, of which TF32 holds 11 or more
+        accumulator = tl.dot(low, b_low, accumulator, input_precision="tf32")
+        accumulator = tl.dot(low, b_high, accumulator, input_precision="tf32")
+        accumulator = tl.dot(high, b_low, accumulator, input_precision="tf32")
+        return tl.dot(high, b_high, accumulator, input_precision="tf32")
     else:
         return tl.dot(a, b, accumulator, input_precision=PRECISION)

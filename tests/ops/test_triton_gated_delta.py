@@ -567,6 +567,8 @@ def test_what_has_no_kernel_is_refused_by_name():
     with pytest.raises(ValueError, match="6 tokens"):
         make_pool("fp32", SMALL, ring_len=5).run(inputs_for(SMALL, 2, 6))
     pool = make_pool("fp32+nvfp4", SMALL)
+    with pytest.raises(ValueError, match="8 warps for 64 rows"):
+        pool.step(inputs, single=False, flush_launch=Launch(block_v=64, num_warps=8))
     with pytest.raises(ValueError, match="read_copy is None, policy fp32"):
         pool._replace(read_copy=None).flush()
 

@@ -233,10 +233,7 @@ def step(
     options = {
         **constants,
         **storages,
-        **folding(policy, records, constants),
-        "BV": launch.block_v,
-        "ROUNDED": launch.rounded_v,
-        "BK": state_width(policy, constants),
+        **folding(policy, records, constants, launch),
     }
     step_kernel[grid](
         out,

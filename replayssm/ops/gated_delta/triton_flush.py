@@ -26,7 +26,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     ring_argument,
     scales_heads,
     sizes,
-    state_width,
     writes,
 )
 from replayssm.ops.quantize.layout import stored
@@ -162,10 +161,7 @@ def _flush(
     options = {
         **constants,
         **storages,
-        **folding(policy, ring, constants),
-        "BV": launch.block_v,
-        "ROUNDED": launch.rounded_v,
-        "BK": state_width(policy, constants),
+        **folding(policy, ring, constants, launch),
     }
     flush_kernel[(programs,)](
         stored(checkpoint),

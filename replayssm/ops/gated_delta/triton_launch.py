@@ -20,7 +20,7 @@ from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
-from replayssm.ops.triton_common import precision_of
+from replayssm.ops.triton_common import interpreted, precision_of
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,8 +63,9 @@ class Launch:
 
     Attributes:
         block_v: value rows of a state tile, a power of two >= 16.
-        num_warps, num_stages: Triton's. Of warps at most one for 16 rows in `window`: its products
-            feed each other, and Triton 3.6 then reads past an operand in shared memory.
+        num_warps, num_stages: Triton's. Of warps at most one for 16 rows in `window` and, of more
+            than four, in `flush` and `step`: their products feed each other, and Triton 3.6 then
+            reads past an operand in shared memory.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         rounded_v: value rows that are rounded at a time where a copy has a scale per head.
         programs: of a `flush`, for each multiprocessor; None: 16 warps.
@@ -213,15 +214,25 @@ def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:
 
 
 def folding(
-    policy: PrecisionPolicy, ring: Ring, constants: Mapping[str, int]
+    policy: PrecisionPolicy, ring: Ring, constants: Mapping[str, int], launch: Launch
 ) -> dict[str, bool | int | str]:
-    """Constants of `triton_fold.fold_and_write`."""
+    """Constants of `triton_fold.fold_and_write`, except the storages.
+
+    Raises ValueError for a launch that has too many warps for its tiles.
+    """
+    if launch.num_warps > max(4, launch.block_v // 16):
+        raise ValueError(
+            f"{launch.num_warps} warps for {launch.block_v} rows: at most one for 16 rows, or four"
+        )
     return {
+        "BV": launch.block_v,
+        "ROUNDED": launch.rounded_v,
+        "BK": state_width(policy, constants),
         **pieces(policy.checkpoint, constants),
         "WHOLE": scales_heads(policy),
         "KEYS": precision_of(ring.k.dtype, ring.k.dtype),
         "FULL": precision_of(ring.u.dtype, ring.k.dtype),
-        "EXACT": precision_of(torch.float32, torch.float32),
+        "EXACT": "ieee" if interpreted() else "tf32_terms",
     }
 
 
