@@ -25,7 +25,8 @@ from replayssm.ops.quantize.layout import (
     tile_width,
 )
 from replayssm.ops.quantize.philox import philox4x32, random_bits
-from replayssm.ops.quantize.store import store_tile
+from replayssm.ops.quantize.scaling import magnitude_bits
+from replayssm.ops.quantize.store import store_scales, store_tile
 from replayssm.ops.quantize.tiles import (
     load_codes,
     load_eighths,
@@ -354,6 +355,53 @@ def test_tiles_match_the_reference_to_the_last_bit(name, cols):
     # Below 2^-120 products of single elements are subnormal.
     error = (written.products.cpu().double() - exact).abs() / (scale + 2.0**-120)
     assert error.max() < 1e-6
+
+
+@triton.jit
+def parts_kernel(
+    x, dest, counts, seed, flush, sequence, key1,
+    HEADS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr,
+):  # fmt: skip
+    """Store a matrix of 32 rows in two parts, under scales that are chosen for all of it first."""
+    slot, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row = head * 32 + tl.arange(0, 32)
+    base = x + slot * HEADS * 32 * COLS
+    key = (tl.load(seed + slot), key1, tl.load(flush + slot), tl.load(sequence + slot))
+    magnitude = magnitude_bits(load_matrix(base, row, None, COLS, WIDTH))
+    amax = tl.max(tl.reshape(magnitude, [32, WIDTH // 16, 16]), 2)
+    whole = tl.max(amax)
+    store_scales(amax, whole, dest, slot, row, None, 32, COLS, WIDTH, STORAGE)
+    for part in tl.static_range(2):
+        some = head * 32 + part * 16 + tl.arange(0, 16)
+        value = load_matrix(base, some, None, COLS, WIDTH)
+        magnitude = magnitude_bits(value)
+        amax = tl.max(tl.reshape(magnitude, [16, WIDTH // 16, 16]), 2)
+        scales = store_scales(amax, whole, dest, slot, some, None, 32, COLS, WIDTH, STORAGE)
+        over, not_finite = store_tile(
+            value, key, dest, slot, some, None, 32, 16, COLS, WIDTH, STORAGE, whole, scales
+        )
+        tl.atomic_add(counts + slot * 2, over)
+        tl.atomic_add(counts + slot * 2 + 1, not_finite)
+
+
+@pytest.mark.parametrize("cols", [64, 24], ids=lambda c: f"cols{c}")
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-sr", "nvfp4-modelopt", "nvfp4-torchao"])
+def test_scales_chosen_ahead_store_the_same_tiles(name, cols):
+    storage = ALL[name]
+    x = wide_range(2, 3, 32, cols)
+    slots = torch.arange(2)
+    draw = {"seed": slots + 2**31, "flush_index": slots * 3, "sequence": slots * 5 + 2}
+    want = storage.write(x, storage.draw_bits(x.shape, layer=LAYER, stream=STREAM, **draw))
+    got = want.map(lambda t: _poisoned(t, 0))
+    counts = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    parts_kernel[(3, 2)](
+        x.to(DEVICE), stored(got), counts, *(t.to(DEVICE) for t in draw.values()),
+        LAYER + (STREAM << 24), HEADS=3, COLS=cols, WIDTH=tile_width(cols, storage),
+        STORAGE=storage, enable_fp_fusion=False,
+    )  # fmt: skip
+    for part, tensor in want.tensors().items():
+        assert_same_bits(got.tensors()[part].contiguous(), tensor, f"{name} {part}")
+    assert counts[:, 0].tolist() == want.saturated.tolist() and not counts[:, 1].any()
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-sr", "int8", "nvfp4"])
