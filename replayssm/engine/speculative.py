@@ -2,8 +2,10 @@
 
 Owns the round (draft, verify, keep), which tokens of a row are the target's, when a row ends, and
 what is counted. Must not know tasks or text. Greedy, a row's tokens are those of token-by-token
-decoding; sampling, they have its distribution. A row keeps its last token unread until the next
-round, which reads it and the drafts after it: logits at the last token it keeps choose the next.
+decoding; sampling, they have its distribution. That holds up to the order in which a window's sums
+are made, and bit for bit with an adapter that fixes it (`models/invariance.py`). A row keeps its
+last token unread until the next round, which reads it and the drafts after it: logits at the last
+token it keeps choose the next.
 
 With certain drafts (greedy, or prompt lookup) the target chooses at every position as it would
 without drafts, with the same random numbers, and a draft is accepted if it was chosen: sampled
