@@ -122,8 +122,11 @@ class Stage:
         seek(stream, self.context)
         return stream
 
-    def sequence_bytes(self) -> int:
-        """Bytes of attention and convolution inputs of one sequence at this context."""
+    def sequence_bytes(self, stream: Stream) -> int:
+        """Bytes of attention and convolution inputs of one sequence of `stream` at this context, to
+        which it is put back.
+        """
+        seek(stream, self.context)
         return sum(t[:1].nbytes for t in cache_tensors(self.cache).values() if t.dim() > 1)
 
 

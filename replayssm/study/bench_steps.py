@@ -302,7 +302,7 @@ def _timed(
         tokens_per_second=round(1e6 * row.batch * tokens / whole.us, 1),
         state_bytes=state,
         draft_bytes=draft,
-        sequence_bytes=stage.sequence_bytes(),
+        sequence_bytes=stage.sequence_bytes(stream),
         error=float(f"{error:.2e}"),
         launch=launch,
         status="ok",

@@ -101,7 +101,8 @@ def test_memory_of_drafts(probe):
     replay, conventional = replay_arm("fp32", 4), conventional_arm("fp32")
     decode = stage.open(replay.policy, StateUpdate.step).session
     verify = stage.open(replay.verifying("gated_delta", 3), StateUpdate.window).session
-    whole = stage.open(conventional.policy, StateUpdate.step).session
+    stream = stage.open(conventional.policy, StateUpdate.step)
+    whole = stream.session
     plain = sum(decode.state_bytes().values())
     assert state_bytes(replay, decode) == (plain, 0)
     more = sum(verify.state_bytes().values()) - plain
@@ -109,7 +110,9 @@ def test_memory_of_drafts(probe):
     state = 3 * 4 * 16 * 16 * 4  # layers, heads, rows, columns, bytes
     assert state_bytes(conventional, whole, 2) == (state, 2 * state)
     keys = 2 * 2 * 16 * 4 * 20  # both, heads, width, bytes, tokens; one layer
-    assert keys < stage.sequence_bytes() < 3 * keys
+    convolutions = 3 * (2 * 32 + 64) * 4 * 4  # layers, channels, taps, bytes
+    stream.step(torch.ones(2, 1, dtype=torch.int64, device=DEVICE))
+    assert stage.sequence_bytes(stream) == keys + convolutions
 
 
 @torch.inference_mode()
