@@ -126,7 +126,8 @@ def _measured_steps(arguments: argparse.Namespace):
     import torch
 
     from replayssm.study.bench_step_records import row_line
-    from replayssm.study.bench_steps import StepBench, run_step_bench
+    from replayssm.study.bench_step_settings import StepBench
+    from replayssm.study.bench_steps import run_step_bench
 
     keys = ("kind", "models", "batches", "contexts", "drafts", "policies", "ring_len", "states")
     given = {key: getattr(arguments, key, None) for key in (*keys, "dtype", "seconds", "backend")}

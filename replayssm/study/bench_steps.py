@@ -1,6 +1,6 @@
 """`replayssm bench decode` and `bench speculate`: what a step of a whole model costs.
 
-Owns what is measured in which order and how a measurement becomes a row. What is timed is
+Owns how a measurement becomes a row. Settings are `bench_step_settings`, what is timed is
 `bench_arms`, what is checked first `bench_layer`, files and tables are `bench_step_records`. An arm
 whose outputs are wrong gets no time, and a measurement that fails does not stop the others.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -18,102 +18,20 @@ from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
 from replayssm.models.loading import DTYPES, load
 from replayssm.models.random_weights import RANDOM_PREFIX, random_model
-from replayssm.policy import parse_policy
 from replayssm.state_update import StateUpdate
 from replayssm.study import bench_arms
-from replayssm.study.bench_arms import (
-    CONVENTIONAL,
-    STATES,
-    Arm,
-    Stage,
-    conventional_arm,
-    conventional_reader,
-    replay_arm,
-)
+from replayssm.study.bench_arms import CONVENTIONAL, Arm, Stage, conventional_reader
 from replayssm.study.bench_cases import WrongResultError
 from replayssm.study.bench_layer import DISTINCT, Probe, observe, one_by_one
-from replayssm.study.bench_step_records import DECODE, SPECULATE, StepRecord, StepRow
+from replayssm.study.bench_step_records import StepRecord, StepRow
+from replayssm.study.bench_step_settings import StepBench, cases
 from replayssm.study.bench_timing import Timing, captured, clocks, cycle_time
 from replayssm.study.provenance import environment
 
-DEFAULT_MODELS = ("random/qwen3.5-4b", "random/nemotron-3-nano-4b")
-DEFAULT_POLICIES = ("fp32", "fp16-sr", "fp32+nvfp4", "fp16-sr+nvfp4")
-_COMPILE_THREADS = 16
+_COMPILE_THREADS = 8  # each holds a layer's states
 _SWEEP_SECONDS = 0.004
 _FEW_TOKENS = 3
 _WARM_UP = 3  # steps until kernels are compiled and a pass is captured
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBench:
-    """What to measure.
-
-    Attributes:
-        kind: "decode" or "speculate".
-        models: names of random models, built-in ones, folders or hub ids.
-        batches: sequences; contexts: tokens they hold.
-        drafts: of a verification, each 1 to 16; only for "speculate".
-        policies: labels, without a ring length. ring_len: L of all of them.
-        states: formats of conventional states; speed-ups are against "fp32", which is required.
-        dtype: of weights and activations.
-        seconds: of cycles for a time.
-        backend: of the replay arms.
-    """
-
-    kind: str
-    models: Sequence[str] = DEFAULT_MODELS
-    batches: Sequence[int] = (1, 32, 128, 256, 512)
-    contexts: Sequence[int] = (512,)
-    drafts: Sequence[int] = (1, 2, 4, 8, 16)
-    policies: Sequence[str] = DEFAULT_POLICIES
-    ring_len: int = 16
-    states: Sequence[str] = ("fp32",)
-    dtype: str = "bfloat16"
-    seconds: float = 0.5
-    backend: str = "auto"
-
-    def __post_init__(self):
-        if self.kind not in (DECODE, SPECULATE):
-            raise ValueError(f"kind {self.kind!r} is not one of {DECODE}, {SPECULATE}")
-        if not (self.models and self.batches and self.contexts and self.drafts):
-            raise ValueError("nothing to measure: give a model, a batch, a context, drafts")
-        for what, numbers, least, most in (
-            ("batch", self.batches, 1, None),
-            ("context", self.contexts, 1, None),
-            ("drafts", self.drafts, 1, 16),
-            ("ring length", (self.ring_len,), 1, None),
-        ):
-            for number in numbers:
-                if type(number) is not int or number < least or (most and number > most):
-                    limit = f"at least {least}" if most is None else f"{least} to {most}"
-                    raise ValueError(f"{what} {number!r} is not an integer of {limit}")
-        if "fp32" not in self.states:
-            raise ValueError("states must include fp32, which speed-ups are against")
-        for state in self.states:
-            if state not in STATES:
-                raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds {self.seconds!r} is not positive")
-        for label in self.policies:
-            if "@" in label:
-                raise ValueError(f"policy {label!r}: the ring length is given for all policies")
-            parse_policy(label)
-
-    @property
-    def arms(self) -> list[Arm]:
-        """Conventional FP32 first."""
-        states = sorted(self.states, key=lambda state: state != "fp32")
-        return [
-            *map(conventional_arm, states),
-            *(replay_arm(label, self.ring_len) for label in self.policies),
-        ]
-
-    @property
-    def most_tokens(self) -> int:
-        """Of a check: a ring, its flush and some; or the longest verification."""
-        return max(self.ring_len + 2, max(self.drafts) + 1)
 
 
 def run_step_bench(
@@ -122,7 +40,7 @@ def run_step_bench(
     """Measures on `device`; `emit` gets each row as soon as it is there.
 
     Raises:
-        ValueError: a model that cannot be had, or there are no kernels for conventional states.
+        ValueError: a model that cannot be had.
     """
     before, rows = clocks() if device.startswith("cuda") else None, []
     for name in bench.models:
@@ -172,17 +90,6 @@ def measure(bench: StepBench, adapter: Adapter) -> Iterator[StepRow]:
 
 
 Checks = dict[tuple[Arm, int, int], float | Exception]
-
-
-def cases(bench: StepBench) -> list[tuple[Arm, int]]:
-    """(arm, tokens of a pass) in the order of a batch's rows; what is compared with comes first.
-
-    Of the decode steps a verification is only compared with conventional FP32's.
-    """
-    if bench.kind == DECODE:
-        return [(arm, 1) for arm in bench.arms]
-    longer = [(arm, drafts + 1) for drafts in bench.drafts for arm in bench.arms]
-    return [(bench.arms[0], 1), *longer]
 
 
 def check_all(bench: StepBench, probe: Probe) -> Checks:

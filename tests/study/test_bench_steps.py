@@ -24,7 +24,8 @@ from replayssm.study.bench_arms import (
 )
 from replayssm.study.bench_cases import WrongResultError
 from replayssm.study.bench_layer import observe, one_by_one
-from replayssm.study.bench_steps import StepBench, cases, run_step_bench
+from replayssm.study.bench_step_settings import StepBench, cases
+from replayssm.study.bench_steps import run_step_bench
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
