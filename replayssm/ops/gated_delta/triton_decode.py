@@ -228,6 +228,11 @@ def step(
         )
         return out
     launch = launch or alone
+    if launch is None:
+        raise ValueError(
+            f"single: {len(cursors.slots)} rows of {constants['HV']} heads are too many for one "
+            "kernel unless `launch` says how"
+        )
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
     options = {

@@ -103,21 +103,21 @@ class Launch:
 TABLE = {
     "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
     "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
-    "step": {32: (16, 4), 16: (16, 4), 8: (32, 4), 4: (128, 8)},
     "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
 _FEWEST_PROGRAMS = 256
-# One kernel does all of a step where so many warps do it, and where a tile fits in registers.
-_MOST_WARPS, _MOST_ROWS = 8192, 128
+# With few rows `decode` and `step` wait for memory and for each other, not for issue slots: many
+# warps share a small tile, or a head that has a scale. As many programs as an H200 holds at a time.
+_FEW = Launch(block_v=16, num_warps=4, ahead=True)
+_FEW_PROGRAMS, _FEW_HEADS, _MOST_ROWS = 1024, 132, 128
 
 
 def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
-    alone = single_launch(policy, constants, rows) if kernel == "decode" else None
-    if alone:
-        return replace(alone, ahead=True)
+    if kernel == "decode" and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
+        return _FEW
     # A flush that takes all tiles of a head in turn gains nothing by more of them.
     in_turn = kernel == "flush" and scales_heads(policy)
     launch = from_table(TABLE[kernel], policy, constants, rows, few=not in_turn)
@@ -149,14 +149,18 @@ def from_table(
 def single_launch(
     policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch | None:
-    """How one kernel does all of a step, or None where several do it faster."""
-    block_v, num_warps = TABLE["step"][_bits(policy.read_storage)]
-    whole = power_of_two(constants["V"])
+    """How one kernel does all of a step, or None where there are so many rows that several do it
+    faster."""
+    launch, most = _FEW, _FEW_PROGRAMS
     if scales_heads(policy):
-        block_v, num_warps = whole, max(1, min(num_warps, whole // 16))
-    launch = Launch(block_v=min(block_v, whole), num_warps=num_warps)
-    few = rows * constants["HV"] * launch.tiles(constants) * num_warps <= _MOST_WARPS
-    return launch if few and launch.block_v <= _MOST_ROWS else None
+        whole = power_of_two(constants["V"])
+        launch = Launch(block_v=whole, num_warps=max(1, min(8, whole // 16)))
+        most = _FEW_HEADS if whole <= _MOST_ROWS else 0
+    return launch if _programs(launch, constants, rows) <= most else None
+
+
+def _programs(launch: Launch, constants: Mapping[str, int], rows: int) -> int:
+    return rows * constants["HV"] * launch.tiles(constants)
 
 
 def scales_heads(policy: PrecisionPolicy) -> bool:
