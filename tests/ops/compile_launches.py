@@ -35,6 +35,7 @@ from replayssm.ops.kimi_delta.reference import KimiDeltaGeometry, KimiDeltaInput
 from replayssm.ops.mamba2 import triton_conventional as mamba2_conventional
 from replayssm.ops.mamba2 import triton_decode as mamba2_decode
 from replayssm.ops.mamba2 import triton_flush as mamba2_flush
+from replayssm.ops.mamba2 import triton_launch as mamba2_launch
 from replayssm.ops.mamba2 import triton_window as mamba2_window
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.triton_common import new_cursors
@@ -191,6 +192,13 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
                 "flush",
                 lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer, launch=full),
             ),
+        ]
+    if flush is mamba2_flush:
+        sizes = mamba2_launch.sizes(checkpoint, ring, cursors)
+        large = mamba2_launch.default_launch("decode", policy, sizes, MANY_ROWS)
+        calls += [
+            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=large)),
+            ("step", lambda: decode.step(*both, ring, policy, cursors, one, **layer, single=False)),
         ]
     for name, call in calls:
         with compiling((decode, window, flush, triton_common)) as results:

@@ -88,41 +88,22 @@ def decode_and_flush_kernel(
     TILES: tl.constexpr, STORAGE: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
-    LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
-    """Grid of any size: programs share the TILES of the rows that are due, whose cursors `due` has
-    moved."""
-    work = tl.program_id(0)
-    end = tl.load(due).to(tl.int32) * TILES
-    if LOOPS:
-        while work < end:
-            ticket = load_ticket(due, work // TILES)
-            token = load_token(
-                tokens, A, ticket.row, work % TILES, H, P, G, N, None, D_PER_CHANNEL,
-                HEADS, BP, WIDTH,
-            )  # fmt: skip
-            records = load_ring(
-                ring, ticket.slot, work % TILES, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
-            )
-            flush_token(
-                out, tokens, token, records, cursors, state, layer, ticket, work % TILES,
-                H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
-            )  # fmt: skip
-            work += tl.num_programs(0)
-    else:
-        ticket = load_ticket(due, work // TILES)  # in memory, filled or not
-        if work < end:
-            token = load_token(
-                tokens, A, ticket.row, work % TILES, H, P, G, N, None, D_PER_CHANNEL,
-                HEADS, BP, WIDTH,
-            )  # fmt: skip
-            records = load_ring(
-                ring, ticket.slot, work % TILES, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
-            )
-            flush_token(
-                out, tokens, token, records, cursors, state, layer, ticket, work % TILES,
-                H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
-            )  # fmt: skip
+    """Grid (tiles of all rows), of which the first do those of the rows that are due, whose cursors
+    `due` has moved."""
+    part = tl.program_id(0) % TILES
+    ticket = load_ticket(due, tl.program_id(0) // TILES)  # in memory, filled or not
+    if tl.program_id(0) < tl.load(due) * TILES:
+        token = load_token(
+            tokens, A, ticket.row, part, H, P, G, N, None, D_PER_CHANNEL, HEADS, BP, WIDTH
+        )  # fmt: skip
+        records = load_ring(
+            ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
+        )  # fmt: skip
+        flush_token(
+            out, tokens, token, records, cursors, state, layer, ticket, part,
+            H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -351,11 +332,10 @@ def _decode_and_flush(
     layer: int,
 ) -> None:
     sizes = triton_launch.sizes(state, ring, cursors, inputs, tokens=1)
-    launch = launch or triton_launch.default_launch(
-        "step", policy, sizes, inputs.x.shape[0], any_row=True
-    )
+    rows = inputs.x.shape[0]
+    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
     tiles = triton_launch.tiles(sizes, launch)
-    decode_and_flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
+    decode_and_flush_kernel[(rows * tiles,)](
         out,
         triton_launch.tokens(inputs),
         inputs.A,
@@ -373,7 +353,6 @@ def _decode_and_flush(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, state),
-        LOOPS=launch.loop > 1,
         **launch.options(),
     )
 

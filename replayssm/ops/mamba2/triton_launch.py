@@ -35,8 +35,8 @@ class Launch:
     Attributes:
         heads: heads of one group in a program's tile (1 for windows), a power of two.
         block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
-        loop: tiles a program works on in turn (window); at most, where all rows flush (flush, and
-            what a step does of it): programs that find nothing to do then are as many times fewer.
+        loop: tiles a program works on in turn (window); at most, where all rows flush (flush):
+            programs that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         eager: whether a token asks for the whole ring, before it knows how much of it is used.
@@ -77,16 +77,16 @@ class Launch:
 # Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
 # likeness.
 _TABLE = {
-    "decode": {32: (64, 2, None), 16: (128, 2, 128), 8: (128, 2, None), 4: (128, 1, None)},
+    "decode": {32: (64, 4, None), 16: (128, 2, None), 8: (128, 2, None), 4: (128, 1, 168)},
     "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
-    "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, 168)},
-    "few step": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "step": {32: (64, 4, None), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
+    "few step": {32: (64, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
 }
 
-# Rows of state up to which a launch waits for memory, not bandwidth.
-_FEW = 1 << 16
+# Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.
+_FEW = 1 << 15
 
 
 def default_launch(
@@ -95,7 +95,8 @@ def default_launch(
     """Launch parameters of a kernel for a policy, a geometry and a number of rows.
 
     `any_row`: a flush that is launched at every step, for whatever rows are due then: few programs
-    should find out that there is nothing to do.
+    should find out that there is nothing to do. "step": of the rows whose ring is folded; of all
+    rows, if they are few.
     """
     fmt = policy.read_storage.format
     bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
@@ -117,6 +118,8 @@ def default_launch(
     if kernel != "decode" and heads * block_p != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * block_p // 16), None
+    if kernel == "flush" and bits == 4 and policy.checkpoint.format != FP32:
+        maxnreg = None  # two roundings spill
     return Launch(
         heads=heads,
         block_p=block_p,

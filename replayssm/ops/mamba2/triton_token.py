@@ -203,16 +203,19 @@ def decode_token(
 ):  # fmt: skip
     """Outputs of tile `part` of a row; its share of the record enters the ring.
 
-    EAGER: the whole ring is asked for, before the cursor is known.
+    EAGER: all is asked for before the cursor is known, so the whole ring; the barrier keeps the
+    compiler from asking for a value only where it is used. That is the shortest way through one
+    program, and takes registers that else hold other programs, which wait in its place.
     """
-    loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
     if EAGER:
+        loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
         records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
         tl.debug_barrier()
     if pos < L:
-        y = times_vector(loaded, token[1], N, WIDTH, READ)
         if not EAGER:
+            loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
             records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
+        y = times_vector(loaded, token[1], N, WIDTH, READ)
         answer(
             out, tokens, token, records, row, part, y, pos if EAGER else None,
             H, P, G, RING, HEADS, BP,
