@@ -150,6 +150,20 @@ def load_ticket(due, index):
     )
 
 
+@triton.constexpr_function
+def _is_interpreted() -> bool:
+    return triton.knobs.runtime.interpret
+
+
+@triton.jit
+def bound(x):
+    """A scalar as a bound of `tl.range`, where Triton 3.6's interpreter takes no tensor."""
+    if _is_interpreted():
+        return x.handle.data.item()
+    else:
+        return x
+
+
 def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
     """Programs that share work among them; few without a GPU, so that tests see them share."""
     if device.type != "cuda":
@@ -176,9 +190,8 @@ def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
     """
     tl.debug_barrier()
     thread = tl.arange(0, THREADS)  # addresses differ, or the compiler makes all wait for the first
-    return tl.atomic_add(
-        cursors.arrivals + slot + thread, 1, mask=(thread == 0) & counts, sem="relaxed"
-    )
+    first = ((thread == 0) & counts) != 0  # Triton 3.9's interpreter wants a comparison here
+    return tl.atomic_add(cursors.arrivals + slot + thread, 1, mask=first, sem="relaxed")
 
 
 @triton.jit

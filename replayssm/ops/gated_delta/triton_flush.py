@@ -31,6 +31,7 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
     Cursors,
+    bound,
     list_due,
     load_ticket,
     resident_programs,
@@ -74,8 +75,9 @@ def flush_kernel(
         room += (
             tl.program_id(0) * room_for(ring.v is not None, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
         )
+    first_work, programs = tl.program_id(0), tl.num_programs(0)
     # Addresses that are formed before a loop take registers all through it.
-    for work in tl.range(tl.program_id(0), end, tl.num_programs(0), disable_licm=True):
+    for work in tl.range(bound(first_work), bound(end), bound(programs), disable_licm=True):
         ticket = load_ticket(due, work // (HV * SHARES))
         head = work // SHARES % HV
         first = 0 if WHOLE else work % TILES
