@@ -196,9 +196,13 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
     if flush is mamba2_flush:
         sizes = mamba2_launch.sizes(checkpoint, ring, cursors)
         large = mamba2_launch.default_launch("decode", policy, sizes, MANY_ROWS)
+        fold = None
+        if read_copy is None:
+            fold = mamba2_launch.default_launch("step", policy, sizes, MANY_ROWS)
+        several = layer | {"single": False, "fold_launch": fold}
         calls += [
             ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=large)),
-            ("step", lambda: decode.step(*both, ring, policy, cursors, one, **layer, single=False)),
+            ("step", lambda: decode.step(*both, ring, policy, cursors, one, **several)),
         ]
     for name, call in calls:
         with compiling((decode, window, flush, triton_common)) as results:
@@ -276,6 +280,7 @@ CASES = [
     (SUPER, "fp16-sr+nvfp4", torch.bfloat16),
     (SUPER, "bf16+mxfp4", torch.float16),
     (SUPER, "fp8-sr+mxfp8", torch.bfloat16),
+    (SUPER, "fp16-sr", torch.bfloat16),
     (SUPER, "int8-sr@32", torch.bfloat16),
     (SUPER, "fp8-e5m2@1", torch.float32),
     (NANO_4B, "fp32+nvfp4-46@5", torch.bfloat16),

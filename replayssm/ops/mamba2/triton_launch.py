@@ -118,8 +118,8 @@ def default_launch(
     if kernel != "decode" and heads * block_p != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * block_p // 16), None
-    if kernel == "flush" and bits == 4 and policy.checkpoint.format != FP32:
-        maxnreg = None  # two roundings spill
+    if kernel == "flush" and policy.checkpoint.format != FP32 and (any_row or bits == 4):
+        maxnreg = None  # a loop spills, and so do two roundings
     return Launch(
         heads=heads,
         block_p=block_p,
