@@ -32,7 +32,9 @@ before=$(digests)
 if [ -d "$results/runs" ]; then run report "$results/runs"; fi
 if [ -d "$results/tasks" ]; then run rescore "$results/tasks"; fi
 if [ -d "$results/speculation" ]; then run speculation --redraw --out "$results/speculation"; fi
-if [ -f "$results/bench/kernels/kernels.json" ]; then run bench kernels --redraw --out "$results/bench/kernels"; fi
+for bench in kernels decode speculate; do
+    if [ -f "$results/bench/$bench/$bench.json" ]; then run bench "$bench" --redraw --out "$results/bench/$bench"; fi
+done
 after=$(digests)
 
 if [ -d "$results/runs" ]; then run report "$results/runs" --check; fi
