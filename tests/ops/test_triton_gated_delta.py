@@ -569,6 +569,10 @@ def test_what_has_no_kernel_is_refused_by_name():
     pool = make_pool("fp32+nvfp4", SMALL)
     with pytest.raises(ValueError, match="8 warps for 64 rows"):
         pool.step(inputs, single=False, flush_launch=Launch(block_v=64, num_warps=8))
+    cut = inputs_for(SMALL | {"head_v_dim": 32}, 2, 1)
+    with pytest.raises(ValueError, match="block_v is 16; .* all of its 32 rows"):
+        wide = make_pool("fp32+nvfp4", SMALL | {"head_v_dim": 32})
+        wide.step(cut, single=True, launch=Launch(block_v=16, num_warps=1))
     with pytest.raises(ValueError, match="read_copy is None, policy fp32"):
         pool._replace(read_copy=None).flush()
 

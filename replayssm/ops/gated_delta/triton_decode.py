@@ -31,6 +31,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     line_columns,
     power_of_two,
     ring_argument,
+    scales_heads,
     single_launch,
     sizes,
     state_columns,
@@ -213,6 +214,10 @@ def step(
     read copy. `single`: whether one kernel does it all; None: for few rows it does, where waiting
     for launches would take longer than the work; then `launch` is that kernel's. Other arguments,
     result and errors as in `decode` and `flush`.
+
+    Raises:
+        ValueError: also where one kernel is asked for and has no launch for so many rows, or is to
+            cut a head that has a scale into tiles.
     """
     storages = writes(policy, checkpoint, read_copy)
     read = checkpoint if read_copy is None else read_copy
@@ -232,6 +237,11 @@ def step(
         raise ValueError(
             f"single: {len(cursors.slots)} rows of {constants['HV']} heads are too many for one "
             "kernel unless `launch` says how"
+        )
+    if scales_heads(policy) and launch.tiles(constants) > 1:  # every tile would fold the head
+        raise ValueError(
+            f"single: block_v is {launch.block_v}; where a copy has a scale per head, a tile must "
+            f"have all of its {constants['V']} rows"
         )
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
