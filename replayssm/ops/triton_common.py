@@ -3,8 +3,10 @@
 Owns how rows find their slots and who moves a cursor. Knows no recurrence and no format.
 
 Cursors live on the device and are moved by kernels, so that a step needs no host synchronisation
-and a captured graph replays any schedule. Several programs work on a row; the last of them to
-finish moves its cursor (`arrive`), because the others must have read it by then.
+and a captured graph replays any schedule. Whoever moves a cursor must know that nobody still has to
+read it. Either one small kernel moves the cursors of all rows that are due and hands out what they
+were (`list_due`), or, where one launch does a whole step, the programs of a row count themselves
+when they have its cursor, and the last to be counted moves it (`count_arrival`, `move_if_last`).
 """
 
 from __future__ import annotations
@@ -172,21 +174,12 @@ def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
 
 
 @triton.jit
-def arrive(cursors, slot, programs):
-    """Whether this is the last of the `programs` programs of a row to get here."""
-    tl.debug_barrier()  # every thread of this program has read the cursor
-    last = tl.atomic_add(cursors.arrivals + slot, 1, sem="acq_rel") == programs - 1
-    if last:
-        tl.store(cursors.arrivals + slot, 0)
-    return last
-
-
-@triton.jit
 def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
     """Counts a program of a row, where `counts`: it needs the row's cursor no more.
 
-    Its threads must have that cursor: a branch that depends on it came before. Returns how many
-    were counted before, for `move_if_last`; nobody waits for it until then.
+    Its threads have that cursor for certain where a branch that depends on it came before;
+    arithmetic may be moved behind the barrier. Returns how many were counted before, for
+    `move_if_last`; nobody waits for it until then. All programs of a row are counted, or none.
     """
     tl.debug_barrier()
     thread = tl.arange(0, THREADS)  # addresses differ, or the compiler makes all wait for the first

@@ -78,8 +78,6 @@ class ConventionalReader:
 def _kernel(recurrence: str) -> Callable[..., Tensor]:
     if recurrence == "mamba2":
         from replayssm.ops.mamba2.triton_conventional import conventional
-    else:
-        from replayssm.ops.gated_delta.triton_conventional import (
-            conventional,
-        )  # of both delta rules
+    else:  # both delta rules
+        from replayssm.ops.gated_delta.triton_conventional import conventional
     return conventional

@@ -100,6 +100,8 @@ def one_token(
     from_keys = _keys_times(old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD)
     before = 0
     if COMMIT is not None:
+        # No branch on the cursor came before. Its loads were issued before the barrier in there;
+        # who moves it stores after the atomic's way to memory and back, and has its sums to do.
         before = count_arrival(cursors, slot, count != L - 1, COMMIT)
     if WORDS:
         k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
@@ -129,9 +131,7 @@ def one_token(
         if ring.v is not None:
             tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
         first_tile, first_head = tile == 0, head % (HV // HK) == 0
-        if (
-            COMMIT is not None
-        ):  # programs read what others would store: each stores it, the same bits
+        if COMMIT is not None:  # to be read back here: every program stores it, the same bits
             first_tile |= count == L - 1
             first_head |= count == L - 1
         if first_tile:

@@ -115,7 +115,7 @@ def flush(
             what was written. Random bits are keyed by seed, layer, copy, flushes and sequence.
         parameters: "A" [H] float32.
         layer: index of the layer in the model.
-        rows: [B] bool or integer: which rows flush, whatever they hold; None: those with pos >= L.
+        rows: [B] bool or integer: which rows flush, whatever they hold; None: those with pos = L.
         launch: as in `decode`.
 
     Raises:
