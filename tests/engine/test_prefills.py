@@ -157,7 +157,7 @@ def test_attention_by_kernel_reads_prompts_side_by_side(monkeypatch):
     want = run_many(adapter, asked, together=8)
     monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
     got = run_many(adapter, asked, together=8)
-    assert_equal(got[1], run_many(adapter, asked[::-1], together=8)[1])
+    assert_equal(got[1], run_many(adapter, asked[::-1], together=8)[0])
     for one, other in zip(got, want, strict=True):
         for key, tensor in other.items():
             assert torch.allclose(one[key], tensor, atol=1e-4 * float(tensor.std())), key
