@@ -31,7 +31,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     line_columns,
     power_of_two,
     ring_argument,
-    scales_heads,
     single_launch,
     sizes,
     state_columns,
@@ -42,6 +41,7 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_token import one_token
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import Cursors, Ticket, count_arrival, move_if_last
+from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 

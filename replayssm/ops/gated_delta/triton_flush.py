@@ -24,7 +24,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     default_launch,
     folding,
     ring_argument,
-    scales_heads,
     sizes,
     writes,
 )
@@ -36,6 +35,7 @@ from replayssm.ops.triton_common import (
     load_ticket,
     resident_programs,
 )
+from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 

@@ -21,6 +21,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
 from replayssm.ops.triton_common import interpreted, precision_of
+from replayssm.ops.triton_policy import check_copies, code_bits, scales_heads
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,7 +137,7 @@ def from_table(
 ) -> Launch:
     """The entry of a kernel's table; `few`: with smaller tiles for few rows, so that every
     multiprocessor has one."""
-    block_v, num_warps, *more = table[_bits(policy.read_storage)]
+    block_v, num_warps, *more = table[code_bits(policy.read_storage)]
     whole = power_of_two(constants["V"])
     block_v = min(block_v, whole)
     programs = rows * constants["HV"] * (whole // block_v)
@@ -161,12 +162,6 @@ def single_launch(
 
 def _programs(launch: Launch, constants: Mapping[str, int], rows: int) -> int:
     return rows * constants["HV"] * launch.tiles(constants)
-
-
-def scales_heads(policy: PrecisionPolicy) -> bool:
-    """Whether a written copy has a scale per head, for which a program must hold a whole head."""
-    formats = (policy.checkpoint.format, policy.read_storage.format)
-    return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
 
 
 def ring_argument(ring: Mapping[str, Tensor]) -> Ring:
@@ -248,17 +243,7 @@ def writes(
     Raises:
         ValueError: a copy is not what the policy says.
     """
-    for name, copy, storage in (
-        ("checkpoint", checkpoint, policy.checkpoint),
-        ("read_copy", read_copy, policy.read_copy),
-    ):
-        got = None if copy is None else copy.format
-        expected = None if storage is None else storage.format
-        if got != expected:
-            raise ValueError(
-                f"{name} is {got.name if got else None}, policy {policy.label} says "
-                f"{expected.name if expected else None}"
-            )
+    check_copies(policy, checkpoint, read_copy)
     return {"CHECKPOINT": policy.checkpoint, "READ_COPY": policy.read_copy}
 
 
@@ -293,24 +278,9 @@ def line_columns(bits: int) -> int:
 def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     """Columns of the state that the decode kernel reads at a time: 128 bytes, or all where K is no
     multiple of that or rows have scales."""
-    part = line_columns(_bits(policy.read_storage))
+    part = line_columns(code_bits(policy.read_storage))
     whole = constants["K"] % part or policy.read_storage.scale == "row"
     return state_width(policy, constants) if whole else part
-
-
-def _bits(storage: Storage) -> int:
-    """Bits of one code."""
-    fmt = storage.format
-    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
-
-
-def unscaled_dtype(storage: Storage) -> torch.dtype:
-    """A dtype that holds every result of `tiles.load_unscaled`.
-
-    Codes of up to eight bits, alone or times a block scale, have at most seven significant bits.
-    """
-    wide = storage.format.name in ("fp32", "fp16")
-    return storage.format.torch_dtype if wide else torch.bfloat16
 
 
 def value_dtype(storage: Storage) -> torch.dtype:

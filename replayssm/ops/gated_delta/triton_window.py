@@ -26,7 +26,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     ring_argument,
     sizes,
     token_argument,
-    unscaled_dtype,
 )
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
@@ -39,6 +38,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, precision_of
+from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
 
 

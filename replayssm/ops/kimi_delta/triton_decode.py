@@ -23,7 +23,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     sizes,
     state_width,
     token_argument,
-    writes,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
@@ -33,6 +32,7 @@ from replayssm.ops.kimi_delta.triton_tiles import sums_after
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, precision_of
+from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
 
@@ -175,7 +175,7 @@ def step(
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
     read copy. Other arguments, result and errors as in `decode` and `flush`.
     """
-    writes(policy, checkpoint, read_copy)  # before anything is written
+    check_copies(policy, checkpoint, read_copy)  # before anything is written
     read = checkpoint if read_copy is None else read_copy
     out = decode(read, ring, policy, cursors, inputs, launch=launch)
     commit_and_flush(checkpoint, read_copy, ring, policy, cursors, layer=layer)

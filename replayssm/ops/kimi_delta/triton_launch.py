@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from replayssm.ops.gated_delta import triton_launch
 from replayssm.ops.gated_delta.triton_launch import Launch
+from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 # As `gated_delta.triton_launch.TABLE`.
@@ -27,7 +28,7 @@ def default_launch(
     A program that writes a copy with a scale per head holds the head, with 16 rows for every warp:
     more warps than that make Triton 3.6 read past operands of products that feed each other.
     """
-    if kernel == "flush" and triton_launch.scales_heads(policy):
+    if kernel == "flush" and scales_heads(policy):
         whole = triton_launch.power_of_two(constants["V"])
         return Launch(block_v=whole, num_warps=min(8, whole // 16))
     return triton_launch.from_table(TABLE[kernel], policy, constants, rows)

@@ -25,7 +25,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     ring_argument,
     sizes,
     token_argument,
-    unscaled_dtype,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows, substitute
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
@@ -34,6 +33,7 @@ from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after, sums
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, precision_of
+from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
 
 

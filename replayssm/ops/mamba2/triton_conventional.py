@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops.mamba2.reference import EXACT_INPUTS, Mamba2Inputs
+from replayssm.ops.mamba2.triton_launch import has_d_per_channel
 from replayssm.ops.mamba2.triton_launch import tokens as token_argument
 from replayssm.ops.quantize.layout import load_matrix, store_matrix
 from replayssm.ops.triton_conventional import (
@@ -121,7 +122,7 @@ def conventional(
         P=P,
         N=N,
         T=count,
-        D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
+        D_PER_CHANNEL=has_d_per_channel(inputs),
         BP=launch.rows,
         WIDTH=triton.next_power_of_2(N),
         num_warps=launch.num_warps,

@@ -46,6 +46,7 @@ from replayssm.ops.triton_common import (
     load_ticket,
     move_if_last,
 )
+from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
 
@@ -227,7 +228,7 @@ def step(
     which then takes `launch`; None: if rows are few. Other arguments, result and errors as in
     `decode` and `flush`.
     """
-    triton_launch.check_copies(policy, checkpoint, read_copy)
+    check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors, inputs, tokens=1)
     if single is None:
         single = triton_launch.is_few(sizes, inputs.x.shape[0])
@@ -270,7 +271,7 @@ def _decode(
         **sizes,
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
-        D_PER_CHANNEL=_has_d_per_channel(inputs),
+        D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         EXCEPT=excepted,
         EAGER=launch.eager,
         **launch.tile(sizes),
@@ -308,7 +309,7 @@ def _single(
         RING=triton_launch.ring_storage(policy, ring),
         CHECKPOINT=policy.checkpoint,
         READ_COPY=policy.read_copy,
-        D_PER_CHANNEL=_has_d_per_channel(inputs),
+        D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
@@ -348,14 +349,10 @@ def _decode_and_flush(
         TILES=tiles,
         STORAGE=policy.checkpoint,
         RING=triton_launch.ring_storage(policy, ring),
-        D_PER_CHANNEL=_has_d_per_channel(inputs),
+        D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, state),
         **launch.options(),
     )
-
-
-def _has_d_per_channel(inputs: Mamba2Inputs) -> bool:
-    return inputs.D is not None and inputs.D.dim() == 2

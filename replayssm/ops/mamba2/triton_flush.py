@@ -26,6 +26,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_codes, values_of
 from replayssm.ops.triton_common import Cursors, list_due, load_ticket, prefix_sums
+from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
 
@@ -72,7 +73,7 @@ def flush_tile(
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     n = tl.arange(0, WIDTH)
     slot, pos = ticket.slot, ticket.pos
-    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     in_rows = None if EXACT else in_tile
     state_row = head_of * P + p
     loaded = load_codes(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
@@ -153,7 +154,7 @@ def _flush(
     launch: Launch | None,
     commits: bool,
 ) -> None:
-    triton_launch.check_copies(policy, checkpoint, read_copy)
+    check_copies(policy, checkpoint, read_copy)
     sizes = triton_launch.sizes(checkpoint, ring, cursors)
     launch = launch or triton_launch.default_launch(
         "flush", policy, sizes, len(cursors.slots), any_row=rows is None

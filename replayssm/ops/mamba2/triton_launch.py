@@ -21,6 +21,7 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.triton_common import Cursors, precision_of
+from replayssm.ops.triton_policy import code_bits, scales_heads
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -75,7 +76,7 @@ class Launch:
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
 # Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
-# likeness.
+# likeness, and of "decode" by compiled code, since its order of loads changed after it was timed.
 _TABLE = {
     "decode": {32: (64, 4, None), 16: (128, 2, None), 8: (128, 2, None), 4: (128, 1, 168)},
     "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
@@ -98,14 +99,13 @@ def default_launch(
     should find out that there is nothing to do. "step": of the rows whose ring is folded; of all
     rows, if they are few.
     """
-    fmt = policy.read_storage.format
-    bits = (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+    bits = code_bits(policy.read_storage)
     few = is_few(sizes, batch) and kernel in ("decode", "step")
     rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
     # A P that is no power of two is cut where that leaves no idle lanes; a window, whose products
     # want tall tiles, and a writer of scales per head take whole heads.
     block_p = sizes["P"] & -sizes["P"]
-    writes_head_scales = kernel in ("step", "flush") and _needs_whole_heads(policy)
+    writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
     if block_p < 16 or kernel == "window" or writes_head_scales:
         block_p = max(16, triton.next_power_of_2(sizes["P"]))
     if kernel == "window":
@@ -133,12 +133,6 @@ def default_launch(
 def is_few(sizes: Sizes, batch: int) -> bool:
     """Whether a launch of so many rows waits for memory, not for bandwidth."""
     return batch * sizes["H"] * sizes["P"] <= _FEW
-
-
-def _needs_whole_heads(policy: PrecisionPolicy) -> bool:
-    """Whether a written copy has a scale per head."""
-    formats = (policy.checkpoint.format, policy.read_storage.format)
-    return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
 
 
 def tiles(sizes: Sizes, launch: Launch) -> int:
@@ -180,23 +174,6 @@ def reading(quantized: Quantized) -> Storage:
     return storage
 
 
-def check_copies(
-    policy: PrecisionPolicy, checkpoint: Quantized, read_copy: Quantized | None
-) -> None:
-    """ValueError if a copy that is to be written is not what the policy says."""
-    for name, copy, storage in (
-        ("checkpoint", checkpoint, policy.checkpoint),
-        ("read_copy", read_copy, policy.read_copy),
-    ):
-        got = None if copy is None else copy.format
-        expected = None if storage is None else storage.format
-        if got != expected:
-            raise ValueError(
-                f"{name} is {got.name if got else None}, policy {policy.label} says "
-                f"{expected.name if expected else None}"
-            )
-
-
 def ring_storage(policy: PrecisionPolicy, ring: Mapping[str, Tensor]) -> Storage:
     """How x and B are kept in the ring.
 
@@ -230,12 +207,6 @@ def check_operand(policy: PrecisionPolicy) -> None:
         raise ValueError(f"operand {policy.operand!r} has no kernel, only 'fp32'")
 
 
-def unscaled_dtype(read: Quantized) -> torch.dtype:
-    """A dtype that holds what `tiles.load_unscaled` gives: codes of up to eight bits, alone or
-    times a block scale, have at most seven significant bits."""
-    return read.format.torch_dtype if read.format in (FP32, FP16) else torch.bfloat16
-
-
 def ring(tensors: Mapping[str, Tensor]) -> Ring:
     """Kernel argument for a ring whose slots are dense in themselves."""
     for name in ("x", "B", "dt"):
@@ -245,6 +216,11 @@ def ring(tensors: Mapping[str, Tensor]) -> Ring:
         raise ValueError(f"ring dt is {tensors['dt'].dtype}, expected torch.float32")
     pairs = [(as_codes(tensors[name]), tensors[name].stride(0)) for name in ("x", "B", "dt")]
     return Ring(*(value for pair in pairs for value in pair))
+
+
+def has_d_per_channel(inputs: Mamba2Inputs) -> bool:
+    """Whether D is [H, P], not [H] or missing."""
+    return inputs.D is not None and inputs.D.dim() == 2
 
 
 def tokens(inputs: Mamba2Inputs) -> Tokens:

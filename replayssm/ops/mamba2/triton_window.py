@@ -28,6 +28,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, prefix_sums
+from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
 
 
@@ -155,9 +156,9 @@ def window(
         T=count,
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
-        D_PER_CHANNEL=inputs.D is not None and inputs.D.dim() == 2,
+        D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         BC=triton_launch.precision(policy, ring["B"].dtype, inputs.C.dtype),
-        SC=triton_launch.precision(policy, triton_launch.unscaled_dtype(read), inputs.C.dtype),
+        SC=triton_launch.precision(policy, unscaled_dtype(read), inputs.C.dtype),
         XW=triton_launch.precision(policy, ring["x"].dtype, torch.float32),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes, least=16),
