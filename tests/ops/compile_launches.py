@@ -196,10 +196,10 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
     if flush is mamba2_flush:
         sizes = mamba2_launch.sizes(checkpoint, ring, cursors)
         large = mamba2_launch.default_launch("decode", policy, sizes, MANY_ROWS)
-        fold = None
+        full = None
         if read_copy is None:
-            fold = mamba2_launch.default_launch("step", policy, sizes, MANY_ROWS)
-        several = layer | {"single": False, "fold_launch": fold}
+            full = mamba2_launch.default_launch("step", policy, sizes, MANY_ROWS)
+        several = layer | {"single": False, "flush_launch": full}
         calls += [
             ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=large)),
             ("step", lambda: decode.step(*both, ring, policy, cursors, one, **several)),

@@ -161,7 +161,7 @@ def error(got, want):
     return float(((got - want).abs() / scale.clamp(min=1e-30)).max())
 
 
-def oracle(pool, slot_states, inputs):
+def oracle(slot_states, inputs):
     """Outputs of the float64 recurrence from `slot_states` [B, H, P, N]."""
     wide = Mamba2Inputs(*(None if t is None else t.cpu().double() for t in inputs))
     return reference.recurrence(slot_states, wide)
@@ -182,7 +182,7 @@ def test_decode_reads_every_format(policy):
     inputs = random_inputs(SMALL, 3, 4)
     before = pool.bytes()
     read = values(pool.read)[[2, 0, 0]]
-    want, _ = oracle(pool, read, inputs)
+    want, _ = oracle(read, inputs)
     for t in range(4):
         got = pool.launch(decode, tokens_of(inputs, t, t + 1))
         commit(pool.cursors, torch.ones(3, dtype=torch.int64, device=DEVICE))
@@ -201,7 +201,7 @@ def test_window_equals_the_recurrence(name, tokens):
     geometry = GEOMETRIES[name]
     pool = make_pool(geometry, "fp32@20", slots=3, rows=[1, 2])
     inputs = random_inputs(geometry, 2, 3 + tokens, per_channel=True)
-    want, _ = oracle(pool, values(pool.read)[[1, 2]], inputs)
+    want, _ = oracle(values(pool.read)[[1, 2]], inputs)
     first = pool.launch(window, tokens_of(inputs, 0, 3))
     assert error(first, want[:, :3]) < 5e-6
     # Rows stand at different slots: one commits all three tokens, the other only two.
@@ -215,7 +215,7 @@ def test_window_equals_the_recurrence(name, tokens):
         B_=torch.cat([again.B_, inputs.B_[:, 3:]], 1),
         C=torch.cat([again.C, inputs.C[:, 3:]], 1),
     )
-    want, _ = oracle(pool, values(pool.read)[[1, 2]], again)
+    want, _ = oracle(values(pool.read)[[1, 2]], again)
     assert error(got[1], want[1, 2:]) < 5e-6
 
 
@@ -224,7 +224,7 @@ def test_window_reads_every_format(policy):
     pool = make_pool(SMALL, policy, slots=2, rows=[-1, 1])
     inputs = random_inputs(SMALL, 2, 6)
     before = pool.bytes()
-    want, _ = oracle(pool, values(pool.read)[[0, 1]], inputs)
+    want, _ = oracle(values(pool.read)[[0, 1]], inputs)
     got = pool.launch(window, inputs)
     assert error(got[1:], want[1:]) < 5e-6
     assert (got[0] == 0).all(), "a padding row's output"
@@ -241,7 +241,7 @@ def test_steps_over_flushes_equal_the_recurrence(name, ring_len):
     ahead = max(0, ring_len - 3)
     total = ahead + (3 if ring_len == 1 else 4)
     inputs = random_inputs(geometry, 1, total)
-    want, state = oracle(pool, values(pool.read)[[1]], inputs)
+    want, state = oracle(values(pool.read)[[1]], inputs)
     if ahead:
         got = pool.launch(window, tokens_of(inputs, 0, ahead))
         assert error(got, want[:, :ahead]) < 5e-6
@@ -260,13 +260,12 @@ def test_steps_over_flushes_equal_the_recurrence(name, ring_len):
 def test_low_precision_inputs_and_ring(dtype):
     pool = make_pool(SMALL, "fp32+nvfp4@4", slots=1, rows=[0], dtype=dtype)
     inputs = random_inputs(SMALL, 1, 4, dtype)
-    want, state = oracle(pool, values(pool.read), inputs)
-    full, _ = oracle(pool, values(pool.checkpoint), inputs)
+    want, _ = oracle(values(pool.read), inputs)
     got = pool.launch(window, tokens_of(inputs, 0, 3))
     commit(pool.cursors, torch.tensor([3], device=DEVICE))
     assert error(got, want[:, :3]) < 5e-6
     assert error(pool.launch(step, tokens_of(inputs, 3, 4)), want[:, 3:]) < 5e-6
-    _, state = oracle(pool, pool.state.double(), inputs)
+    _, state = oracle(pool.state.double(), inputs)
     assert error(values(pool.checkpoint).flatten(-2), state.flatten(-2)) < 5e-6
 
 
@@ -277,7 +276,7 @@ def test_ring_in_its_own_storage():
     rounded = inputs._replace(
         x=inputs.x.bfloat16().float(), B_=inputs.B_.bfloat16().float(), D=None
     )
-    want, state = oracle(pool, pool.state.double(), rounded)
+    want, state = oracle(pool.state.double(), rounded)
     got = pool.launch(window, inputs._replace(D=None))
     assert error(got, want) < 5e-6
     assert torch.equal(pool.ring["x"][0].transpose(0, 1).cpu(), inputs.x[0].bfloat16())
@@ -320,7 +319,7 @@ def test_read_copy_has_the_reference_bits_of_the_state(copy, name, how):
         assert torch.equal(pattern(got), pattern(tensor)), f"{copy} {part}"
     assert torch.equal(pool.cursors.saturated.cpu(), want.saturated)
     assert pool.cursors.flushes.tolist() == [2, 2] and pool.cursors.pos.tolist() == [0, 0]
-    _, state = oracle(pool, pool.state[[1, 0]].double(), inputs)
+    _, state = oracle(pool.state[[1, 0]].double(), inputs)
     assert error(folded[[1, 0]].flatten(-2), state.flatten(-2)) < 5e-6
 
 
@@ -353,7 +352,7 @@ def test_flush_rounds_the_checkpoint_as_the_reference(policy):
 def test_rows_flush_at_their_own_steps(single):
     pool = make_pool(SMALL, "fp32@3", slots=3, rows=[0, 1, 2])
     inputs = random_inputs(SMALL, 3, 5)
-    want, state = oracle(pool, pool.state.double(), inputs)
+    want, _ = oracle(pool.state.double(), inputs)
     # Row 1 runs one token ahead, row 2 two, in launches of their own.
     pool.on([1]).launch(step, _row(tokens_of(inputs, 0, 1), [1]), single=single)
     for t in (0, 1):
@@ -398,7 +397,7 @@ def test_a_step_in_one_launch_has_the_bits_of_several(policy, name):
     for t in range(1, 5):
         one, several = (
             pool.launch(
-                step, tokens_of(inputs, t, t + 1), launch=whole, fold_launch=whole, single=single
+                step, tokens_of(inputs, t, t + 1), launch=whole, flush_launch=whole, single=single
             )
             for pool, single in zip(pools, (True, False), strict=True)
         )

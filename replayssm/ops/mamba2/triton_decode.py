@@ -218,13 +218,13 @@ def step(
     *,
     layer: int,
     launch: Launch | None = None,
-    fold_launch: Launch | None = None,
+    flush_launch: Launch | None = None,
     single: bool | None = None,
 ) -> Tensor:
     """`decode`, then commit the token, then flush the rows whose ring it filled.
 
     In place: ring, cursors (pos, flushes, saturated, not_finite), and for full rows checkpoint and
-    read copy. `fold_launch` is for what rows that flush take. `single`: whether it is one launch,
+    read copy. `flush_launch` is for what rows that flush take. `single`: whether it is one launch,
     which then takes `launch`; None: if rows are few. Other arguments, result and errors as in
     `decode` and `flush`.
     """
@@ -237,12 +237,12 @@ def step(
     if read_copy is not None:
         out = _decode(read_copy, ring, policy, cursors, inputs, launch)
         commit_and_flush(
-            checkpoint, read_copy, ring, policy, cursors, inputs.A, layer=layer, launch=fold_launch
+            checkpoint, read_copy, ring, policy, cursors, inputs.A, layer=layer, launch=flush_launch
         )
         return out
     out = _decode(checkpoint, ring, policy, cursors, inputs, launch, excepted=sizes["L"] - 1)
     due = list_due(cursors, sizes["L"], commits=True, moves=True)
-    _decode_and_flush(checkpoint, ring, policy, cursors, inputs, fold_launch, due, out, layer)
+    _decode_and_flush(checkpoint, ring, policy, cursors, inputs, flush_launch, due, out, layer)
     return out
 
 
