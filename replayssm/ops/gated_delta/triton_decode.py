@@ -84,7 +84,7 @@ def step_kernel(
     checkpoint,  # Stored
     read_copy,  # Stored, or None
     layer,
-    room,  # as in `flush_kernel`
+    room,  # FP32, for each program as `room_for` says; None: it says 0
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,

@@ -70,7 +70,8 @@ class Launch:
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         rounded_v: value rows that are rounded at a time where a copy has a scale per head.
         programs: of a `flush`, for each multiprocessor; None: 16 warps.
-        ahead: `decode` asks for all of a ring while the cursor is still on its way.
+        ahead: `decode` asks for all of a ring while the cursor is still on its way, as `step` does
+            where one kernel does it all.
     """
 
     block_v: int
