@@ -116,7 +116,7 @@ class StepGraphs:
         device = self._session.adapter.device
         if device.type != "cuda":
             return f"the model is on {device.type}"
-        if len({parameter.device for parameter in self._session.adapter.model.parameters()}) > 1:
+        if len(self._session.adapter.devices) > 1:
             return "the model is on several devices"
         others = [name for name in self._session.backends if name != "triton"]
         if others:

@@ -40,6 +40,8 @@ class Adapter:
         in that dtype, too. Otherwise it is the library's own code, as a study needs.
     invariant: whether sessions compute every token in the same order of sums, whatever is computed
         beside it: slow, to compare ways of decoding token for token (`invariance.py`).
+
+    Attribute devices: those that weights are on, several where the model is spread over them.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Adapter:
         self._takes_positions = "position_ids" in parameters
         self._takes_last_only = "logits_to_keep" in parameters
         self.head: nn.Module = model.get_output_embeddings()
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        # Looked up once: to go through the modules of a model takes as long as a decode step.
+        self.devices = tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
+        if any(device.type == "meta" for device in self.devices):
             raise UnsupportedInputError(
                 f"{self.name!r}: some weights are offloaded; the model must fit on its devices"
             )
@@ -148,7 +152,7 @@ class Adapter:
         if self._takes_positions:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             # With a cursor, from the device: a captured graph is replayed at other positions.
-            first = start if cursor is None else cursor.past[:1]
+            first = start if cursor is None else cursor.on(tokens.device)[:1]
             kwargs["position_ids"] = (positions + first)[None]
         if last_only and self._takes_last_only:
             kwargs["logits_to_keep"] = 1

@@ -44,6 +44,8 @@ class Rows(Protocol):
 
     past: Tensor
 
+    def on(self, device: torch.device) -> Tensor: ...
+
     def most_keys(self, tokens: int) -> int: ...
 
 
@@ -114,7 +116,7 @@ def _attend_by_kernel(
 
     tokens, keys = query.shape[2], key.shape[2]
     if rows is not None:
-        past, keys = rows.past, rows.most_keys(tokens)
+        past, keys = rows.on(query.device), rows.most_keys(tokens)
     else:
         past = torch.full((1,), keys - tokens, dtype=torch.int64, device=key.device)
     with torch.cuda.device_of(query):  # of several, the one that this layer is on

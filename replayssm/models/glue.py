@@ -136,9 +136,12 @@ SIDE_FUNCTIONS: dict[str, Callable] = {
 def glue(adapter: "Adapter") -> Iterator[None]:
     """While active, the adapter's model runs as the module docstring says.
 
-    Raises UnsupportedInputError where kernels cannot run.
+    Raises UnsupportedInputError where kernels cannot run, and for a model on several devices:
+    kernels are launched on the current one.
     """
     reason = no_device(adapter.device)
+    if len(adapter.devices) > 1:
+        reason = f"it is spread over {', '.join(map(str, adapter.devices))}; they need a single one"
     if reason is not None:
         raise UnsupportedInputError(f"{adapter.name!r} cannot be run by kernels: {reason}")
     with ExitStack() as stack:

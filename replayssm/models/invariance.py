@@ -100,6 +100,7 @@ def _attention(
 
     Queries that see the same keys stay together: they are the heads that share them.
     """
+    assert not kwargs.get("is_causal") and (attn_mask is None or attn_mask.shape[:2] == (1, 1))
     if attn_mask is None:
         attn_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
     out = query.new_empty(*query.shape[:3], value.shape[3])

@@ -95,13 +95,18 @@ class AppendLayer(DynamicLayer):
 class RowCursor:
     """How many keys each row holds: `past` [B] int64, on the device; the most, on the host.
 
-    It stands still while a token is read by all layers, and moves after the last.
+    It stands still while a token is read by all layers, and moves after the last. Layers that are
+    on another device than `past` get a copy of it (`on`).
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.past = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = 0
         self.bound: int | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """`past` on `device`: itself, or where a model is spread over several, a copy as of now."""
+        return self.past.to(device)
 
     def advance(self, tokens: int) -> None:
         """Every row has read `tokens` more. While a graph is captured, the host stays behind."""
@@ -139,11 +144,12 @@ class RowLayer(AppendLayer):
         tokens = key_states.shape[-2]
         self.reserve(self.cursor.tokens + tokens, (key_states, value_states))
         keys, values = self._storage
-        past = self.cursor.past
+        past = self.cursor.on(keys.device)
         if attention.runs_kernel(keys.device):
             from replayssm.ops.attention.triton_attention import append
 
-            append(keys, values, (key_states, value_states), past)
+            with torch.cuda.device_of(keys):  # of several, the one that this layer is on
+                append(keys, values, (key_states, value_states), past)
         else:
             row = torch.arange(len(past))[:, None]
             slot = past[:, None] + torch.arange(tokens)

@@ -114,7 +114,7 @@ class LaneCache:
         kwargs = {adapter._cache_keyword: self._cache, "use_cache": True}
         if adapter._takes_positions:
             following = torch.arange(tokens.shape[1], device=tokens.device)
-            kwargs["position_ids"] = self._cursor.past[:, None] + following
+            kwargs["position_ids"] = self._cursor.on(tokens.device)[:, None] + following
         if last_only and adapter._takes_last_only:
             kwargs["logits_to_keep"] = 1
         with self._row_by_row():

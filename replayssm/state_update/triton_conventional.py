@@ -66,13 +66,14 @@ class ConventionalReader:
         if reason is not None:
             raise ValueError(f"conventional updates are not possible: {reason}")
         slots, tokens = cache.kernel_arguments["cursors"][0], inputs[0].shape[1]
-        return _kernel(update.recurrence)(
-            cache.checkpoint.data,
-            slots,
-            inputs,
-            launch=self.launch,
-            snapshots=self._snapshots and self._snapshots(update, cache, tokens),
-        )
+        with torch.cuda.device_of(cache.checkpoint.data):  # of several, the one of this layer
+            return _kernel(update.recurrence)(
+                cache.checkpoint.data,
+                slots,
+                inputs,
+                launch=self.launch,
+                snapshots=self._snapshots and self._snapshots(update, cache, tokens),
+            )
 
 
 def _kernel(recurrence: str) -> Callable[..., Tensor]:

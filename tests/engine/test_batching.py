@@ -280,3 +280,20 @@ def test_logits_that_are_not_finite_are_named(tiny_model):
         model.get_output_embeddings().weight[:] = float("nan")
     with pytest.raises(ValueError, match="not finite under policy fp32@4: request 0, position 1"):
         list(generate_many(Adapter(model), [Request(prompt=[4, 5], max_new_tokens=3)], FP32))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "nemotron_h"])
+def test_a_model_on_two_gpus_answers_like_one_on_one(name, tiny_model):
+    """Some layers, of attention too, are not where tokens go; eager on both."""
+    accelerate = pytest.importorskip("accelerate")
+    policy, asked = parse_policy("fp16-sr+nvfp4@4"), requests(9)
+    whole, spread = tiny_model(name).cuda(), tiny_model(name)
+    ends = ("layers.1", "layers.3")
+    layers = [part for part, _ in spread.named_modules() if part.endswith(ends)]
+    spread = accelerate.dispatch_model(spread, {"": 0} | dict.fromkeys(layers, 1))
+    assert len(Adapter(spread).devices) == 2
+    for options in ({}, {"prefill": 2}):
+        want = run(Adapter(whole), asked, policy, graphs="off", **options)
+        assert run(Adapter(spread), asked, policy, graphs="off", **options) == want

@@ -68,6 +68,12 @@ def test_rows_of_different_lengths(kernel, monkeypatch):
         assert torch.allclose(got[row : row + 1].double(), want, atol=1e-5)
 
 
+def test_layers_on_another_device_get_a_copy_of_where_rows_stand():
+    cursor = RowCursor(3, torch.device("cpu"))
+    assert cursor.on(torch.device("cpu")) is cursor.past, "a graph must see it move"
+    assert cursor.on(torch.device("meta")).device.type == "meta"
+
+
 def test_what_is_noted_is_for_one_call():
     cursor = RowCursor(1, torch.device("cpu"))
     q = torch.randn(1, 1, 1, 16)

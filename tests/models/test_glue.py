@@ -100,6 +100,10 @@ def test_what_is_refused(monkeypatch):
     model = tiny_model("qwen3_5").to(DEVICE)
     with pytest.raises(ValueError, match="fast or invariant, not both"):
         Adapter(model, fast=True, invariant=True)
+    spread = Adapter(model, fast=True)
+    spread.devices = (torch.device(DEVICE), torch.device("cuda:1"))
+    with pytest.raises(UnsupportedInputError, match="it is spread over .*, cuda:1; they need a si"):
+        decoded(spread)
     monkeypatch.setattr(capability, "_interpreted", lambda: False)
     if DEVICE == "cpu":
         with pytest.raises(UnsupportedInputError, match="cannot be run by kernels: the device is"):
