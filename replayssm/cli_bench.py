@@ -64,7 +64,8 @@ _STEPS = {
 
 def _add_steps(benches, kind: str, text: str, *, names: Callable, integers: Callable) -> None:
     text += (
-        " Outputs are checked against float64 before they are timed (exit code 1: one was wrong)."
+        " Outputs are checked against float64 before they are timed. Exit codes: 0 all timed, 1 "
+        "one was wrong or did not run, 2 bad input."
     )
     bench = benches.add_parser(kind, help=text, description=text)
     bench.set_defaults(command=_steps, kind=kind)
@@ -78,13 +79,20 @@ def _add_steps(benches, kind: str, text: str, *, names: Callable, integers: Call
         help="random/NAME (published sizes, random weights), built-in models, folders or hub ids "
         "(default: random/qwen3.5-4b,random/nemotron-3-nano-4b)",
     )
-    bench.add_argument("--batches", type=integers, metavar="N,N")
+    bench.add_argument(
+        "--batches", type=integers, metavar="N,N", help="sequences of a pass (1,32,128,256,512)"
+    )
     bench.add_argument(
         "--contexts", type=integers, metavar="N,N", help="tokens a sequence holds (512)"
     )
     if kind == "speculate":
         bench.add_argument("--drafts", type=integers, metavar="N,N", help="1 to 16 (1,2,4,8,16)")
-    bench.add_argument("--policies", type=names, metavar="A,B", help="see `replayssm policies`")
+    bench.add_argument(
+        "--policies",
+        type=names,
+        metavar="A,B",
+        help="without @L; see `replayssm policies` (fp32,fp16-sr,fp32+nvfp4,fp16-sr+nvfp4)",
+    )
     bench.add_argument("--ring-len", type=int, metavar="L", help="of all policies (16)")
     bench.add_argument(
         "--states",

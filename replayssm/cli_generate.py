@@ -153,6 +153,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         "trust_remote_code": arguments.trust_remote_code,
     }
     loaded = load(arguments.model, **options)
+    if arguments.conventional:
+        _check_conventional(policy, loaded.device)
     if arguments.fast:
         loaded = replace(loaded, adapter=Adapter(loaded.model, name=loaded.name, fast=True))
     prompt = loaded.tokenizer(_prompt(arguments))["input_ids"]
@@ -167,6 +169,17 @@ def _generate(arguments: argparse.Namespace) -> int:
     print()
     print(_line(numbers, policy.label, str(loaded.device)), file=sys.stderr)
     return 0
+
+
+def _check_conventional(policy, device) -> None:
+    """Before any text is written, what `ConventionalReader` would say after the first token."""
+    from replayssm.ops.capability import no_device
+    from replayssm.state_update.triton_conventional import check_conventional
+
+    check_conventional(policy)
+    reason = no_device(device)
+    if reason is not None:
+        raise ValueError(f"--conventional is not possible: {reason}")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -205,6 +218,8 @@ def _decoded(arguments, loaded, policy, prompt, stops, numbers: _Numbers, option
         from replayssm.state_update.triton_conventional import ConventionalReader
 
         stream.session.reader, numbers.backends = ConventionalReader(), ("conventional",)
+        # It has neither ring nor cursor.
+        numbers.state_bytes = {"checkpoint": numbers.state_bytes["checkpoint"]}
     chosen = decode(stream, logits, stop_tokens=stops, sampler=_sampler(arguments), **common)
     start = None
     for (token,) in map(torch.Tensor.tolist, chosen):

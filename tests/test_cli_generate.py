@@ -5,6 +5,7 @@ import pytest
 from replayssm import cli
 from replayssm.cli_generate import text_pieces
 from replayssm.models.loading import load
+from replayssm.ops import capability
 
 GIVEN = ["generate", "--model", "builtin/gdn", "--device", "cpu", "--max-new-tokens", "12"]
 
@@ -46,6 +47,14 @@ def test_a_conventional_state_writes_the_same_text(capsys):
     assert texts[0] == texts[1] and "policy fp32@1 on cpu (conventional)" in err
 
 
+def test_a_conventional_state_is_refused_before_any_text(capsys, monkeypatch):
+    monkeypatch.setattr(capability, "_interpreted", lambda: False)
+    for policy, message in (("fp32", "fp32@1, fp16@1 or bf16@1"), ("fp32@1", "device is 'cpu'")):
+        assert run("--prompt", "It was", "--conventional", "--policy", policy) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and err.count("\n") == 1
+
+
 def test_a_fast_model_writes_the_same_text(capsys):
     texts = []
     for more in ([], ["--fast"]):
@@ -75,7 +84,6 @@ def test_a_prompt_from_a_file(tmp_path, capsys):
     "more, message",
     [
         (["--speculate", "-1"], "0 to 16"),
-        (["--conventional"], "a conventional state is fp32@1, fp16@1 or bf16@1"),
         (["--conventional", "--speculate", "2"], "leave out --speculate"),
         (["--speculate", "17"], "0 to 16, got 17"),
         (["--speculate", "2", "--drafter", "mtp"], "no class that runs the multi-token head"),

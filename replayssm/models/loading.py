@@ -108,7 +108,7 @@ def load(
     tokenizer = _load_tokenizer(folder, name_or_path, trust_remote_code)
     model = _load_weights(folder, name_or_path, torch_dtype, device_map)
     if device_map is None:
-        model = model.to(_as_device(device))
+        model = model.to(as_device(device))
     return LoadedModel(
         name=name_or_path,
         folder=folder,
@@ -303,7 +303,8 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _as_device(device: str | torch.device) -> torch.device:
+def as_device(device: str | torch.device) -> torch.device:
+    """The device called `device`; ModelError with one line if there is none here."""
     try:
         device = torch.device(device)
     except RuntimeError as error:

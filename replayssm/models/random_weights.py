@@ -15,6 +15,7 @@ from transformers import (
 
 from replayssm.models.adapter import Adapter
 from replayssm.models.errors import ModelError
+from replayssm.models.loading import as_device
 
 RANDOM_PREFIX = "random/"
 
@@ -101,7 +102,7 @@ def random_model(
 ) -> Adapter:
     """A model of CONFIGURATIONS on `device`, the same weights each time on one kind of device.
 
-    fast: see `Adapter`. Raises ModelError for an unknown name.
+    fast: see `Adapter`. Raises ModelError for an unknown name, or a device that is not here.
     """
     if name not in CONFIGURATIONS:
         raise ModelError(
@@ -109,7 +110,7 @@ def random_model(
         )
     make_config, values = CONFIGURATIONS[name]
     torch.manual_seed(0)
-    with torch.device(device):
+    with as_device(device):
         model = AutoModelForCausalLM.from_config(make_config(**values), dtype=dtype)
     adapter = Adapter(model.eval(), name=name, fast=fast)
     for layer in adapter.layers:

@@ -215,15 +215,23 @@ def step_markdown(record: StepRecord) -> str:
 
 def _facts(record: StepRecord) -> list[str]:
     settings = record.settings
+    random = all(model.startswith("random/") for model in record.models)
+    weights = f"{settings['dtype']} weights" + (
+        ", random: only times mean anything" if random else ""
+    )
+    surroundings = (
+        "what surrounds those is the library's own code"
+        if record.environment["device"].get("type") == "cpu"
+        else "what surrounds those is computed as servers do: norms, convolutions and gates in one "
+        "kernel each, the last projection, and keys of a delta rule, in the weights' dtype"
+    )
     lines = [
-        f"{record.environment['summary']}, {settings['dtype']} weights, random: only times mean "
-        "anything.",
+        f"{record.environment['summary']}, {weights}.",
         f"A time is the mean over a whole ring cycle of L = {settings['ring_len']}, flushes "
         "included, of passes of the whole model with a greedy choice of the next token; the median "
         "over cycles. All arms run the same model over the same attention cache and differ in the "
-        "recurrent layers alone; what surrounds those is computed as servers do: norms, "
-        "convolutions and gates in one kernel each, the last projection, and keys of a delta rule, "
-        "in the weights' dtype. × is the speed-up over conventional FP32 in the same run.",
+        f"recurrent layers alone; {surroundings}. × is the speed-up over conventional FP32 in the "
+        "same run.",
         "Before anything was timed, outputs of the first recurrent layer agreed with the float64 "
         "recurrence on the model's own inputs, before and after a flush, at every batch.",
         f"{PUBLISHED_RANGE}: {PUBLISHED_SOURCE}.",

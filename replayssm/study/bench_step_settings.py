@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replayssm.models.loading import DTYPES
+from replayssm.ops.capability import check_backend
 from replayssm.policy import parse_policy
 from replayssm.study.bench_arms import STATES, Arm, conventional_arm, replay_arm
 from replayssm.study.bench_step_records import DECODE, SPECULATE
@@ -68,6 +69,7 @@ class StepBench:
                 raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        check_backend(self.backend)
         if not self.seconds > 0:
             raise ValueError(f"seconds {self.seconds!r} is not positive")
         for label in self.policies:

@@ -40,7 +40,7 @@ def run_step_bench(
     """Measures on `device`; `emit` gets each row as soon as it is there.
 
     Raises:
-        ValueError: a model that cannot be had.
+        ValueError: a model or a device that cannot be had.
     """
     before, rows = clocks() if device.startswith("cuda") else None, []
     for name in bench.models:
@@ -104,7 +104,7 @@ def check_all(bench: StepBench, probe: Probe) -> Checks:
         try:
             return _check(bench, probe, *case)
         except Exception as error:
-            return error
+            return error.with_traceback(None)  # which would keep its tensors
 
     all_cases = [(*case, batch) for case in cases(bench) for batch in bench.batches]
     threads = _COMPILE_THREADS if probe.state.is_cuda else 1

@@ -96,6 +96,18 @@ def test_csv_holds_every_row():
     assert rows[-1]["ms"] == "" and float(rows[0]["ms"]) == asdict(record.rows[0])["ms"]
 
 
+def test_what_weights_and_device_mean_is_said():
+    record = made_up()
+    text = step_markdown(record)
+    assert "bfloat16 weights, random: only times mean anything." in text
+    assert "computed as servers do" in text
+    trained = [replace(row, model="builtin/gdn") for row in record.rows]
+    here = {"summary": "a laptop", "device": {"type": "cpu", "name": "cpu"}}
+    text = step_markdown(replace(record, rows=trained, environment=here))
+    assert "- a laptop, bfloat16 weights.\n" in text
+    assert "the library's own code" in text and "servers" not in text
+
+
 def test_the_table_of_decode_steps():
     text = step_markdown(made_up())
     assert re.search(r"conventional fp32 +\| 10.00 ms \(1.00×\) +\| 10.00 ms \(1.00×\) +\| –", text)

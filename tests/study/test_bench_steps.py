@@ -71,6 +71,7 @@ def test_what_is_measured_in_which_order():
         ({"states": ("fp16",)}, "states must include fp32"),
         ({"states": ("fp32", "fp8")}, "state 'fp8' is not one of fp32, fp16, bf16"),
         ({"dtype": "int8"}, "dtype 'int8' is not one of"),
+        ({"backend": "cuda"}, "backend 'cuda': allowed are auto, reference, triton"),
         ({"seconds": 0}, "seconds 0 is not positive"),
         ({"policies": ("fp32@4",)}, "the ring length is given for all policies"),
         ({"policies": ("fp31",)}, "fp31"),
@@ -230,6 +231,7 @@ def test_the_command_writes_everything(tmp_path, capsys):
     ("options", "message"),
     [
         (["decode", "--models", "random/none"], "there is no random model 'random/none'"),
+        (["decode", "--device", "gpu", "--models", QWEN], "device 'gpu': Expected one of"),
         (["decode", "--batches", "0"], "batch 0 is not an integer of at least 1"),
         (["speculate", "--drafts", "20"], "drafts 20 is not an integer of 1 to 16"),
         (["speculate", "--policies", "fp31"], "fp31"),
