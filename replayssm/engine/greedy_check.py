@@ -58,8 +58,18 @@ class GreedyCheck:
 
     def faults(self, *, near: float = 1e-4) -> list[Tie]:
         """Ties that rounding does not explain: wider than `near` and than twice the spread; all of
-        them, if there are many more than reordering has: than two counts of events as rare as these
-        differ by chance (three standard deviations), and one in 500 tokens.
+        them, if there are many more than reordering has.
+
+        If both come from rounding, they are two counts of rare events with about the same mean m,
+        and their difference has a standard deviation of sqrt(2 m). Three of these are allowed, with
+        `reordered` for m, or 1 where there are none: 4 ties then pass, 5 do not. (The ties' own
+        number in m would allow more.) The means are not quite the same, as the text was made in
+        shorter windows than those of a ring: hence one in 500 tokens more.
+
+        What passes is not proved right: a fault that moves logits by less than the spread and
+        seldom swaps two of them is not seen here, and under a policy that rounds coarsely the
+        spread is wide. Bit for bit, speculation is compared by an invariant adapter
+        (`models/invariance.py`).
         """
         wide = [tie for tie in self.ties if tie.gap > max(near, 2 * self.spread)]
         others = len(self.reordered)

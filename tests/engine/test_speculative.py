@@ -449,3 +449,18 @@ def test_ties_are_found_and_faults_are_not_ties():
     assert (first.row, first.place, first.best) == (1, 7, answers[1][7])
     with pytest.raises(ValueError, match="equal lengths"):
         greedy_check.check_greedy(adapter, prompts, [answers[0], answers[1][:3]], policy)
+
+
+def test_how_many_narrow_ties_rounding_explains():
+    def faults(ties, reordered, *, gap=1e-5, tokens=100):
+        tie = greedy_check.Tie(row=0, place=0, chosen=1, best=2, gap=gap)
+        return len(
+            greedy_check.GreedyCheck(
+                tokens=tokens, ties=[tie] * ties, reordered=[tie] * reordered, spread=1e-4
+            ).faults()
+        )
+
+    assert [faults(n, 0) for n in (0, 4, 5)] == [0, 0, 5]
+    assert [faults(n, 8) for n in (20, 21)] == [0, 21]
+    assert faults(6, 0, tokens=1000) == 0
+    assert faults(1, 50, gap=3e-4) == 1, "a wide one is a fault, however many there are"
