@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import make_inputs, relative, take_tokens
 
 from replayssm.formats.quantized import Quantized
@@ -127,17 +128,6 @@ def run_in_windows(pool, inputs, windows):
         pool.commit(*[tokens] * len(pool.cursors.slots))
         done += tokens
     return torch.cat(outputs, 1).cpu()
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs(monkeypatch):
-    empty = torch.empty
-
-    def poisoned(*size, **options):
-        tensor = empty(*size, **options)
-        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp32+fp32"], ids=["one-copy", "recompute"])

@@ -1,0 +1,346 @@
+"""Gated DeltaNet flushes and steps: codes against `formats`, states against float64, refusals.
+
+And real sizes, on a GPU. Runs as `test_triton_gated_delta.py`.
+"""
+
+import math
+
+import pytest
+import torch
+from gated_delta_pool import (
+    DEVICE,
+    FP32_ACCURATE,
+    LAYER,
+    SHAPES,
+    SMALL,
+    STORED,
+    as_bytes,
+    expected,
+    inputs_for,
+    make_pool,
+    values,
+)
+from poison import poisoned_outputs  # noqa: F401  (a fixture)
+from recurrence_cases import relative, take_tokens
+
+from replayssm.formats.storage import STORAGES
+from replayssm.ops.gated_delta.reference import (
+    GatedDeltaGeometry,
+    GatedDeltaInputs,
+    recurrence,
+)
+from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
+from replayssm.ops.triton_common import Cursors
+from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
+
+# The interpreter computes with NumPy, which warns where a GPU does not.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+
+
+# ---- flush -----------------------------------------------------------------------------------
+
+
+def flushed(policy, shape, ring_len=5, slots=(2, 0)):
+    """A pool after its rows flushed full rings, and the float64 state before rounding."""
+    pool = make_pool(policy, shape, ring_len=ring_len, slots=slots)
+    inputs = inputs_for(shape, len(slots), ring_len)
+    _, last = expected(values(pool.checkpoint, pool.policy.checkpoint)[[*slots]], inputs)
+    pool.run(inputs)
+    pool.commit(*[ring_len] * len(slots))
+    pool.cursors.flushes.fill_(6)
+    pool.flush()
+    return pool, last
+
+
+def assert_codes(pool, stored, storage, state, stream):
+    """Flushed rows of `stored` hold what `formats` makes of FP32 `state`, to the last bit."""
+    per_slot = {n: getattr(pool.cursors, n).cpu() for n in ("seed", "sequence")}
+    bits = storage.draw_bits(
+        state.shape, layer=LAYER, stream=stream, flush_index=torch.full((3,), 6), **per_slot
+    )
+    want = storage.write(state, bits)
+    for name, tensor in want.tensors().items():
+        got = stored.tensors()[name].cpu()
+        assert torch.equal(as_bytes(got[[2, 0]]), as_bytes(tensor[[2, 0]])), name
+    return want.saturated
+
+
+@STORED
+def test_read_copy_codes_are_those_of_formats(name):
+    """u is recomputed against the FP32 checkpoint; the copy is rounded from the same FP32 state."""
+    shape = dict(num_k_heads=1, num_v_heads=1, head_k_dim=80, head_v_dim=24)
+    pool, last = flushed(f"fp32+{name}", shape)
+    state = pool.checkpoint.data.cpu()
+    assert relative(state[[2, 0]], last) < FP32_ACCURATE
+    assert_codes(pool, pool.read_copy, STORAGES[name], state, READ_COPY_STREAM)
+
+
+@STORED
+def test_checkpoint_codes_are_those_of_formats(name):
+    """The FP32 state that was rounded is seen through an FP32 read copy."""
+    pool, last = flushed(f"{name}+fp32", SMALL)
+    state = pool.read_copy.data.cpu()
+    assert relative(state[[2, 0]], last) < FP32_ACCURATE
+    saturated = assert_codes(pool, pool.checkpoint, STORAGES[name], state, CHECKPOINT_STREAM)
+    assert torch.equal(pool.cursors.saturated[[2, 0]].cpu(), saturated[[2, 0]])
+
+
+def test_update_source_read_folds_what_was_read():
+    """The correction made from a coarse copy enters the checkpoint, as the reference has it."""
+    inputs = inputs_for(SMALL, 2, 5)
+    leaky = make_pool("fp32+nvfp4:update=read", SMALL, ring_len=5)
+    state = leaky.checkpoint.data.cpu()[[2, 0]]
+    leaky.run(inputs)
+    u = leaky.ring["u"][[2, 0]].cpu().double()  # [2, HV, 5, V]
+    leaky.commit(5, 5)
+    leaky.flush()
+    k = inputs.k.cpu().double().repeat_interleave(2, 2)
+    want = state.double()
+    for t in range(5):
+        want = want * inputs.g.cpu().double()[:, t].exp()[..., None, None]
+        want = want + u[:, :, t, :, None] * k[:, t, :, None]
+    assert relative(leaky.checkpoint.data.cpu()[[2, 0]], want) < FP32_ACCURATE
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-sr", "int8-sr", "nvfp4", "fp32+fp8"])
+def test_step_is_decode_then_commit_then_flush(policy):
+    one, other = make_pool(policy, SMALL, ring_len=2), make_pool(policy, SMALL, ring_len=2)
+    inputs = inputs_for(SMALL, 2, 4)
+    for t in range(4):
+        token = take_tokens(inputs, t, t + 1)
+        out = one.step(token)
+        want = other.run(token)
+        assert relative(out, want) < FP32_ACCURATE
+        other.commit(1, 1)
+        other.flush()
+        assert one.cursors.pos.tolist() == other.cursors.pos.tolist()
+        assert one.cursors.flushes.tolist() == other.cursors.flushes.tolist()
+        # The fold is the same sum in another order. A scale may move by its last bit, and now and
+        # then a code falls to the other side.
+        if policy.startswith("fp32"):
+            assert relative(one.checkpoint.data, other.checkpoint.data) < FP32_ACCURATE
+        else:
+            a, b = one.checkpoint.tensors(), other.checkpoint.tensors()
+            assert float((a["data"] != b["data"]).double().mean()) < 5e-3
+            for name in a.keys() & {"scale", "tensor_scale"}:
+                if a[name].dtype == torch.float32:
+                    assert relative(a[name], b[name]) < FP32_ACCURATE
+                else:
+                    assert float((a[name] != b[name]).double().mean()) < 5e-3
+        for name, tensor in other.tensors().items():
+            tensor.copy_(one.tensors()[name])
+
+
+def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
+    """Outputs [3, tokens, ...] and the pool after steps of three rows that enter at different
+    times, one of them padding until token `live`; ring 5."""
+    pool = make_pool(policy, shape, ring_len=5, slots=(3, 0, 1), dtype=dtype)
+    inputs = inputs_for(shape, 3, tokens, ring=None if dtype == torch.float32 else dtype)
+    outputs = []
+    for t in range(tokens):
+        slots = torch.tensor([3, 0 if t >= 2 else -1, 1 if t >= live else -1], device=DEVICE)
+        now = pool._replace(cursors=pool.cursors._replace(slots=slots))
+        token = take_tokens(inputs, t, t + 1)
+        launch = Launch(block_v=power_of_two(shape["head_v_dim"]), num_warps=1)
+        outputs.append(now.step(token, launch=launch, flush_launch=launch, single=single))
+    return torch.cat(outputs, 1), pool
+
+
+@pytest.mark.parametrize(
+    "shape, policy",
+    [
+        ("small", "fp32"),
+        ("small", "fp16-sr"),
+        ("small", "int8-sr"),
+        ("small", "mxfp8"),
+        ("small", "nvfp4"),
+        ("small", "nvfp4-46"),
+        ("small", "fp32+fp32"),
+        ("small", "fp16-sr+nvfp4-sr"),
+        ("small", "fp32+nvfp4:update=read"),
+        ("r2-k96-v80", "fp16-sr"),
+        ("r2-k96-v80", "fp32+nvfp4"),
+    ],
+)
+def test_one_kernel_makes_the_step_that_several_make(policy, shape):
+    """The same outputs, codes, scales and cursors, over rows whose rings fill at different steps.
+
+    A compiler may form sums of the same tile in another order: then a code in a thousand differs.
+    """
+    shape = SMALL if shape == "small" else SHAPES[shape]
+    several, one = (
+        stepped(policy, shape, single=single, tokens=11, live=7) for single in (False, True)
+    )
+    assert relative(one[0], several[0]) < FP32_ACCURATE
+    for name in Cursors._fields[1:]:
+        got, want = (getattr(pool.cursors, name).tolist() for _, pool in (one, several))
+        assert got == want, name
+    assert one[1].cursors.flushes.tolist() == [1, 0, 0, 2] and not one[1].cursors.arrivals.any()
+    for name, want in several[1].bytes().items():
+        if not name.startswith("ring"):
+            got = one[1].tensors()[name]
+            if DEVICE == "cpu":
+                assert torch.equal(as_bytes(got), want), name
+            elif got.dtype == torch.float32:
+                assert relative(got, several[1].tensors()[name]) < FP32_ACCURATE, name
+            else:
+                assert float((as_bytes(got) != want).double().mean()) < 5e-3, name
+
+
+def test_a_step_without_room_gives_nan_and_writes_no_state():
+    for single in (False, True):
+        pool = make_pool("fp32", SMALL, ring_len=2)
+        pool.commit(2, 0)
+        before = pool.checkpoint.data.clone()
+        out = pool.step(inputs_for(SMALL, 2, 1), single=single)
+        assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
+        assert torch.equal(pool.checkpoint.data, before)
+        assert pool.cursors.pos.tolist() == [1, 0, 3]
+
+
+def test_only_rows_that_are_due_flush():
+    pool = make_pool("fp32", SMALL, ring_len=5)
+    pool.run(inputs_for(SMALL, 2, 5))
+    pool.commit(4, 5)
+    before = pool.checkpoint.data.clone()
+    pool.flush()
+    assert torch.equal(pool.checkpoint.data[1:], before[1:])
+    assert not torch.equal(pool.checkpoint.data[0], before[0])
+    assert pool.cursors.pos.tolist() == [0, 0, 4] and pool.cursors.flushes.tolist() == [1, 0, 0]
+    pool.flush([True, False])
+    assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
+
+
+def test_overflow_and_non_finite_states_are_counted():
+    state = torch.full((3, *GatedDeltaGeometry(**SMALL).state_shape), 7e4)
+    state[0, 1, 2, 3] = math.inf
+    pool = make_pool("fp32+fp16", SMALL, ring_len=1, state=state)
+    pool.run(inputs_for(SMALL, 2, 1))
+    pool.commit(1, 1)
+    pool.flush()
+    want = pool.policy.read_copy.write(pool.checkpoint.data.cpu()).saturated
+    assert want[2] > 100 and torch.equal(pool.cursors.saturated[[2, 0]].cpu(), want[[2, 0]])
+    not_finite = (~pool.checkpoint.data.isfinite()).flatten(1).sum(1)
+    assert not_finite[0] > 0 and torch.equal(pool.cursors.not_finite, not_finite)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    inputs = inputs_for(SMALL, 2, 1)
+    with pytest.raises(ValueError, match="operand 'bf16'"):
+        make_pool("fp32:operand=bf16", SMALL).run(inputs)
+    pool = make_pool("fp32", SMALL, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="ring k is torch.float8_e4m3fn"):
+        pool.run(inputs)
+    with pytest.raises(ValueError, match="6 tokens"):
+        make_pool("fp32", SMALL, ring_len=5).run(inputs_for(SMALL, 2, 6))
+    pool = make_pool("fp32+nvfp4", SMALL)
+    with pytest.raises(ValueError, match="8 warps for 64 rows"):
+        pool.step(inputs, single=False, flush_launch=Launch(block_v=64, num_warps=8))
+    cut = inputs_for(SMALL | {"head_v_dim": 32}, 2, 1)
+    with pytest.raises(ValueError, match="block_v is 16; .* all of its 32 rows"):
+        wide = make_pool("fp32+nvfp4", SMALL | {"head_v_dim": 32})
+        wide.step(cut, single=True, launch=Launch(block_v=16, num_warps=1))
+    with pytest.raises(ValueError, match="read_copy is None, policy fp32"):
+        pool._replace(read_copy=None).flush()
+
+
+# ---- real sizes ------------------------------------------------------------------------------
+
+QWEN = dict(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "policy, dtype",
+    [
+        ("fp32", torch.float32),
+        ("fp32", torch.float16),
+        ("fp32", torch.bfloat16),
+        ("fp32+nvfp4", torch.bfloat16),
+        ("fp32+fp8", torch.float16),
+    ],
+)
+def test_gpu_real_sizes_against_float64(policy, dtype):
+    """Two rings of tokens, by steps and by windows, and the state after the second flush."""
+    pools = [make_pool(policy, QWEN, dtype=dtype, slots=(2, 0, 3, 1)) for _ in range(2)]
+    inputs = inputs_for(QWEN, 4, 32, ring=dtype)
+    by_step, by_window = pools
+    outputs = torch.cat([by_step.step(take_tokens(inputs, t, t + 1)) for t in range(32)], 1)
+    windows = []
+    for start in (0, 16):
+        windows.append(by_window.run(take_tokens(inputs, start, start + 16)))
+        by_window.commit(16, 16, 16, 16)
+        by_window.flush()
+    # Later rings read copies of states that differ in the last bit, so single codes may differ.
+    same = 32 if policy == "fp32" else 16
+    assert relative(torch.cat(windows, 1)[:, :same], outputs[:, :same]) < FP32_ACCURATE
+    state = make_pool(policy, QWEN, slots=(2, 0, 3, 1)).checkpoint.data[[2, 0, 3, 1]]
+    wide = GatedDeltaInputs(*(t.double() for t in inputs))
+    want, last = recurrence(state.double(), wide)
+    for pool in pools:
+        assert relative(pool.checkpoint.data[[2, 0, 3, 1]], last) < 1e-6
+    if policy == "fp32":
+        assert relative(outputs, want) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [(0,), (2, 0)])
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("policy", ["nvfp4", "fp32+nvfp4", "fp16-sr+nvfp4", "fp32+fp32"])
+def test_gpu_small_heads_with_an_fp32_ring(policy, size, slots):
+    """Fewer rows than eight warps of a chained product cover: Triton 3.6 then reads past its
+    operand in shared memory (seen at 64 rows)."""
+    shape = dict(num_k_heads=2, num_v_heads=4, head_k_dim=size, head_v_dim=size)
+    pool, last = flushed(policy, shape, ring_len=16, slots=slots)
+    bound = {"nvfp4": 0.2, "fp16-sr+nvfp4": 1e-3}.get(policy, FP32_ACCURATE)
+    assert relative(values(pool.checkpoint, pool.policy.checkpoint)[[*slots]], last) < bound
+    if pool.read_copy is not None and policy.startswith("fp32"):
+        storage = pool.policy.read_copy
+        want = storage.write(values(pool.checkpoint, pool.policy.checkpoint))
+        for name, tensor in want.tensors().items():
+            got = pool.read_copy.tensors()[name].cpu()
+            assert torch.equal(as_bytes(got[[*slots]]), as_bytes(tensor[[*slots]])), name
+
+
+@pytest.mark.gpu
+def test_gpu_error_after_4096_tokens():
+    """FP32, decay .999: no accumulation beyond what FP32 itself does."""
+    shape = QWEN | {"num_k_heads": 2, "num_v_heads": 4}
+    pool = make_pool("fp32", shape, dtype=torch.bfloat16)
+    inputs = inputs_for(shape, 2, 4096, ring=torch.bfloat16)
+    inputs = inputs._replace(g=torch.full_like(inputs.g, math.log(0.999)))
+    want, last = recurrence(
+        pool.checkpoint.data[[2, 0]].double(), GatedDeltaInputs(*(t.double() for t in inputs))
+    )
+    outputs = torch.cat([pool.step(take_tokens(inputs, t, t + 1)) for t in range(4096)], 1)
+    assert relative(outputs, want) < 1e-5
+    assert relative(pool.checkpoint.data[[2, 0]], last) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp16-sr", "fp16-sr+nvfp4"])
+def test_gpu_a_captured_step_replays_any_schedule(policy):
+    """One graph, replayed over rows that flush at different steps: the bits of eager launches."""
+    captured, eager = (make_pool(policy, QWEN, dtype=torch.bfloat16) for _ in range(2))
+    inputs = inputs_for(QWEN, 2, 24, ring=torch.bfloat16)
+    for pool in (captured, eager):
+        pool.run(take_tokens(inputs, 0, 4))
+        pool.commit(4, 1)
+        pool.step(take_tokens(inputs, 4, 5))  # compiles
+    static = GatedDeltaInputs(*(t[:, :1].clone() for t in inputs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = captured.step(static)
+    for t in range(5, 24):
+        for buffer, tensor in zip(static, inputs, strict=True):
+            buffer.copy_(tensor[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(outputs, eager.step(take_tokens(inputs, t, t + 1)))
+    assert captured.cursors.flushes.tolist() == eager.cursors.flushes.tolist()
+    for name, stored in captured.bytes().items():
+        assert torch.equal(stored, eager.bytes()[name]), name
