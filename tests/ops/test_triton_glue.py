@@ -123,3 +123,15 @@ def test_step_sizes(softplus):
     wanted = F.softplus(wanted.double()).float() if softplus else wanted
     got = step_size(raw, bias, softplus=softplus, low=1e-9, high=25.0)
     assert torch.allclose(got, wanted.clamp(1e-9, 25.0), rtol=1e-5, atol=0)
+
+
+def test_what_is_refused():
+    x = normal(4, 12)
+    with pytest.raises(ValueError, match="group is 5, which does not divide 12"):
+        rms_norm(x, x[0], 1e-5, group=5)
+    with pytest.raises(ValueError, match="gated is 'later'"):
+        rms_norm(x, x[0], 1e-5, gate=x, gated="later")
+    with pytest.raises(ValueError, match="x .* not dense"):
+        gated(x, normal(12, 4).T)
+    with pytest.raises(ValueError, match=r"gate is torch.float32 \[4, 12\], x torch.bfloat16"):
+        gated(x, x.bfloat16())

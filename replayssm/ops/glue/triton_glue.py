@@ -72,9 +72,16 @@ def rms_norm(
         centred: the factor is 1 + weight.
         rounds: the normalised value is rounded to x's dtype before it is multiplied, and the
             product to that of the result (x's and weight's, promoted) before a gate.
+
+    Raises:
+        ValueError: `group` does not divide D, or `gated` is neither "before" nor "after".
     """
     D = x.shape[-1]
     group = D if group is None else group
+    if D % group:
+        raise ValueError(f"group is {group}, which does not divide {D} elements")
+    if gated not in (BEFORE, AFTER):
+        raise ValueError(f"gated is {gated!r}, allowed are {BEFORE!r} and {AFTER!r}")
     rows = x.reshape(-1, D)
     dtype = torch.promote_types(x.dtype, weight.dtype) if rounds and gated == BEFORE else x.dtype
     gates = None if gate is None else gate.reshape(-1, D)
@@ -261,7 +268,20 @@ def gate_kernel(out, gate, x, count, BLOCK: tl.constexpr):
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
-    """SiLU of `gate`, rounded to its dtype, times `x`: two dense tensors of one shape and dtype."""
+    """SiLU of `gate`, rounded to its dtype, times `x`: two dense tensors of one shape and dtype.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for name, tensor in (("gate", gate), ("x", x)):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} {list(tensor.shape)} has strides {tensor.stride()}, not dense"
+            )
+    if gate.shape != x.shape or gate.dtype != x.dtype:
+        raise ValueError(
+            f"gate is {gate.dtype} {list(gate.shape)}, x {x.dtype} {list(x.shape)}: must be alike"
+        )
     out = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), _ELEMENTS),)
     gate_kernel[grid](out, gate, x, x.numel(), BLOCK=_ELEMENTS, num_warps=4)
