@@ -32,8 +32,9 @@ from replayssm.ops.capability import MAX_RING_LEN
 from replayssm.policy import PrecisionPolicy, parse_policy
 from replayssm.state_update import StateUpdate
 from replayssm.study.bench_layer import Probe, Read
+from replayssm.study.bench_step_records import CONVENTIONAL
 
-CONVENTIONAL, REPLAY = "conventional", "replay"
+REPLAY = "replay"
 STATES = ("fp32", "fp16", "bf16")  # of a conventional state
 
 

@@ -16,8 +16,8 @@ Legend: bench_workload.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,17 @@ REPLAY_KERNELS = ("cycle", "step", "window")
 
 class WrongResultError(RuntimeError):
     """A kernel's result is not the recurrence's: its time would mean nothing."""
+
+
+def refused(row: Any, error: Exception) -> Any:
+    """`row`, a dataclass with `status` and `note`, of what has no time because of `error`."""
+    wrong = isinstance(error, WrongResultError)
+    note = " ".join(str(error).split())
+    return replace(
+        row,
+        status="wrong" if wrong else "failed",
+        note=note if wrong else f"{type(error).__name__}: {note[:300]}",
+    )
 
 
 class Kernels(NamedTuple):

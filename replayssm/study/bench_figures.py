@@ -18,10 +18,9 @@ from replayssm.study.figures import (
 )
 
 _CONVENTIONAL = {"color": "#000000", "linewidth": 1.2, "markersize": 4}
-_CONVENTIONAL_STYLES = (
-    {"linestyle": (0, (6, 3)), "marker": "x"},
-    {"linestyle": (0, (1, 2)), "marker": "+"},
-    {"linestyle": (0, (6, 2, 1, 2)), "marker": "1"},
+CONVENTIONAL_STYLES = tuple(
+    _CONVENTIONAL | {"linestyle": dashes, "marker": marker}
+    for dashes, marker in (((0, (6, 3)), "x"), ((0, (1, 2)), "+"), ((0, (6, 2, 1, 2)), "1"))
 )
 
 
@@ -95,8 +94,7 @@ def _conventional(record: KernelRecord, layer: str):
     policies = dict.fromkeys(
         row.policy for row in record.rows if row.layer == layer and row.kernel == "conventional"
     )
-    for policy, style in zip(policies, _CONVENTIONAL_STYLES, strict=False):
-        yield policy, _CONVENTIONAL | style
+    yield from zip(policies, CONVENTIONAL_STYLES, strict=False)
 
 
 def _times(axes, rows, label: str, style: dict) -> None:

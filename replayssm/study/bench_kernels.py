@@ -19,10 +19,10 @@ from replayssm.study import bench_timing
 from replayssm.study.bench_cases import (
     REPLAY_KERNELS,
     Case,
-    WrongResultError,
     conventional_case,
     conventional_states,
     kernels_of,
+    refused,
     replay_case,
     replay_launches,
     replay_pool,
@@ -270,7 +270,7 @@ def _conventional(
             case = conventional_case(best, sequences, states, batch)
             yield _timed(row, case, timer, bench.seconds, launch=best.detail)
         except Exception as error:
-            yield _refused(row, error)
+            yield refused(row, error)
         states = case = None
     for update in public_updates(layer.recurrence)[0]:
         row = KernelRow(
@@ -286,7 +286,7 @@ def _conventional(
             case = conventional_case(update, sequences, states, batch)
             yield _timed(row, case, timer, bench.seconds)
         except Exception as error:
-            yield _refused(row, error)
+            yield refused(row, error)
         states = case = None
 
 
@@ -344,7 +344,7 @@ def _replay(
             case = replay_case(kernels, kernel, template, pool, plan, batch, tokens=tokens)
             yield _timed(row, case, timer, bench.seconds)
         except Exception as error:
-            yield _refused(row, error)
+            yield refused(row, error)
 
 
 def _timed(row: KernelRow, case: Case, timer: Timer, seconds: float, **more) -> KernelRow:
@@ -362,14 +362,4 @@ def _timed(row: KernelRow, case: Case, timer: Timer, seconds: float, **more) -> 
         error=float(f"{error:.2e}"),
         status="ok",
         **more,
-    )
-
-
-def _refused(row: KernelRow, error: Exception) -> KernelRow:
-    wrong = isinstance(error, WrongResultError)
-    note = " ".join(str(error).split())
-    return replace(
-        row,
-        status="wrong" if wrong else "failed",
-        note=note if wrong else f"{type(error).__name__}: {note[:300]}",
     )

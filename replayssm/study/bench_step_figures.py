@@ -6,6 +6,7 @@ Owns what is drawn; style and rendering are `figures`'. A pure function of a
 
 from __future__ import annotations
 
+from replayssm.study.bench_figures import CONVENTIONAL_STYLES
 from replayssm.study.bench_step_records import (
     CONVENTIONAL,
     DECODE,
@@ -24,12 +25,6 @@ from replayssm.study.figures import (
     styled_figure,
 )
 
-_BLACK = {"color": "#000000", "linewidth": 1.2, "markersize": 4}
-_CONVENTIONAL_STYLES = (
-    {"linestyle": (0, (6, 3)), "marker": "x"},
-    {"linestyle": (0, (1, 2)), "marker": "+"},
-    {"linestyle": (0, (6, 2, 1, 2)), "marker": "1"},
-)
 _ONE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (1, 1))}
 
 
@@ -143,7 +138,7 @@ def _styled(groups: dict[str, list[StepRow]]):
     replay = conventional = 0
     for name, rows in groups.items():
         if rows[0].arm == CONVENTIONAL:
-            style = _BLACK | _CONVENTIONAL_STYLES[conventional % len(_CONVENTIONAL_STYLES)]
+            style = CONVENTIONAL_STYLES[conventional % len(CONVENTIONAL_STYLES)]
             conventional += 1
         else:
             style = {

@@ -20,10 +20,10 @@ from replayssm.models.loading import DTYPES, load
 from replayssm.models.random_weights import RANDOM_PREFIX, random_model
 from replayssm.state_update import StateUpdate
 from replayssm.study import bench_arms
-from replayssm.study.bench_arms import CONVENTIONAL, Arm, Stage, conventional_reader
-from replayssm.study.bench_cases import WrongResultError
+from replayssm.study.bench_arms import Arm, Stage, conventional_reader
+from replayssm.study.bench_cases import refused
 from replayssm.study.bench_layer import DISTINCT, Probe, observe, one_by_one
-from replayssm.study.bench_step_records import StepRecord, StepRow
+from replayssm.study.bench_step_records import CONVENTIONAL, StepRecord, StepRow
 from replayssm.study.bench_step_settings import StepBench, cases
 from replayssm.study.bench_timing import Timing, captured, clocks, cycle_time
 from replayssm.study.provenance import environment
@@ -175,7 +175,7 @@ def _at(
                     raise problem
             timed = _timed(bench, stage, row, arm, tokens, error)
         except Exception as problem:
-            timed = _refused(row, problem)
+            timed = refused(row, problem)
         _free(device.type)
         yield timed
 
@@ -309,16 +309,6 @@ def _time_recurrence(
         flush()
     cycle = [*(calls[keep] for keep in kept), *flushes]
     return cycle_time(cycle, device=device, seconds=bench.seconds / 4, per=len(kept))
-
-
-def _refused(row: StepRow, error: Exception) -> StepRow:
-    wrong = isinstance(error, WrongResultError)
-    note = " ".join(str(error).split())
-    return replace(
-        row,
-        status="wrong" if wrong else "failed",
-        note=note if wrong else f"{type(error).__name__}: {note[:300]}",
-    )
 
 
 def _relative(rows: Iterator[StepRow]) -> Iterator[StepRow]:
