@@ -1,0 +1,156 @@
+"""Slots of Mamba-2 states as a cache would hold them, for tests of kernels."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from replayssm.formats.codec import dequantize
+from replayssm.formats.quantized import Quantized
+from replayssm.ops.mamba2 import reference, triton_launch
+from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
+from replayssm.ops.mamba2.triton_decode import decode, step
+from replayssm.ops.mamba2.triton_flush import flush
+from replayssm.ops.mamba2.triton_window import window
+from replayssm.ops.triton_common import Cursors, new_cursors
+from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYER = 11
+SMALL = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=32)
+ODD = Mamba2Geometry(num_heads=3, head_dim=80, n_groups=1, d_state=16)
+THREE_GROUPS = Mamba2Geometry(num_heads=6, head_dim=24, n_groups=3, d_state=24)
+GEOMETRIES = {"small": SMALL, "head_dim80": ODD, "three groups": THREE_GROUPS}
+
+
+def random_inputs(geometry, rows, tokens, dtype=torch.float32, seed=0, per_channel=False):
+    g = torch.Generator().manual_seed(seed)
+    H, P, N = geometry.state_shape
+    G = geometry.n_groups
+    normal = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    return Mamba2Inputs(
+        x=normal(rows, tokens, H, P).to(dtype),
+        dt=torch.rand(rows, tokens, H, generator=g) * 0.2 + 1e-3,
+        A=-torch.logspace(-2, 0.5, H),
+        B_=normal(rows, tokens, G, N).to(dtype),
+        C=normal(rows, tokens, G, N).to(dtype),
+        D=normal(H, P) if per_channel else normal(H),
+    )
+
+
+def to_device(inputs):
+    return Mamba2Inputs(*(None if t is None else t.to(DEVICE) for t in inputs))
+
+
+def tokens_of(inputs, start, stop):
+    cut = lambda t: t[:, start:stop]  # noqa: E731
+    return inputs._replace(x=cut(inputs.x), dt=cut(inputs.dt), B_=cut(inputs.B_), C=cut(inputs.C))
+
+
+@dataclass
+class Pool:
+    """S slots of one layer with everything the kernels take, and the states they stand for."""
+
+    geometry: Mamba2Geometry
+    policy: PrecisionPolicy
+    state: torch.Tensor  # [S, H, P, N] what was rounded into the copies
+    checkpoint: Quantized
+    read_copy: Quantized | None
+    ring: dict[str, torch.Tensor]
+    cursors: Cursors
+    A: torch.Tensor
+
+    @property
+    def read(self):
+        return self.read_copy or self.checkpoint
+
+    @property
+    def sizes(self):
+        return triton_launch.sizes(self.checkpoint, self.ring, self.cursors)
+
+    def launch(self, kernel, inputs, **more):
+        state = (self.read,) if kernel in (decode, window) else (self.checkpoint, self.read_copy)
+        if kernel is step:
+            more["layer"] = LAYER
+        if kernel is flush:
+            return flush(
+                *state, self.ring, self.policy, self.cursors, {"A": self.A}, layer=LAYER, **more
+            )
+        return kernel(*state, self.ring, self.policy, self.cursors, to_device(inputs), **more)
+
+    def on(self, slots):
+        """The same pool, seen by rows at other slots."""
+        slots = torch.tensor(slots, device=DEVICE)
+        return replace(self, cursors=self.cursors._replace(slots=slots))
+
+    def bytes(self):
+        """Copies of everything that is stored, by name."""
+        named = {f"checkpoint {k}": v for k, v in self.checkpoint.tensors().items()}
+        if self.read_copy is not None:
+            named |= {f"read copy {k}": v for k, v in self.read_copy.tensors().items()}
+        named |= {f"ring {k}": v for k, v in self.ring.items()}
+        named |= {k: v for k, v in self.cursors._asdict().items() if k != "slots"}
+        return {k: pattern(v).clone() for k, v in named.items()}
+
+
+def pattern(t):
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().cpu().contiguous().view(sizes[t.element_size()])
+
+
+def make_pool(geometry, policy, slots, rows, dtype=torch.float32, seed=1):
+    """A pool of `slots` slots with random states and empty, poisoned rings; rows at `rows`."""
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    g = torch.Generator().manual_seed(seed)
+    H, P, N = geometry.state_shape
+    state = torch.randn(slots, H, P, N, generator=g)
+    key = {
+        "seed": torch.arange(slots) + 2**31,
+        "sequence": torch.arange(slots) * 7 + 1,
+        "flush_index": torch.zeros(slots, dtype=torch.int64),
+    }
+
+    def stored(storage, stream):
+        bits = storage.draw_bits(state.shape, layer=LAYER, stream=stream, **key)
+        return storage.write(state, bits).map(lambda t: t.to(DEVICE))
+
+    ring_dtype = dtype if policy.ring == "input" else policy.ring.format.torch_dtype
+    ring = {}
+    for name, (heads, *width) in reference.ring_layout(geometry, recompute=False).items():
+        kind = torch.float32 if name == "dt" else ring_dtype
+        shape = (slots, heads, policy.ring_len, *width)
+        ring[name] = torch.full(shape, torch.nan, dtype=kind, device=DEVICE)
+    cursors = new_cursors(
+        torch.tensor(rows, device=DEVICE),
+        sequence=key["sequence"].to(DEVICE),
+        seed=key["seed"].to(DEVICE),
+    )
+    cursors.flushes.fill_(1)
+    return Pool(
+        geometry=geometry,
+        policy=policy,
+        state=state,
+        checkpoint=stored(policy.checkpoint, CHECKPOINT_STREAM),
+        read_copy=policy.read_copy and stored(policy.read_copy, READ_COPY_STREAM),
+        ring=ring,
+        cursors=cursors,
+        A=-torch.logspace(-2, 0.5, H).to(DEVICE),
+    )
+
+
+def values(quantized):
+    """What stored states stand for, float64 on the CPU."""
+    return dequantize(quantized.map(lambda t: t.cpu())).double()
+
+
+def error(got, want):
+    """Largest error relative to the norm of each head's outputs or state."""
+    got, want = got.cpu().double(), want.double()
+    assert got.isfinite().all(), "not finite: something was not written, or poison was read"
+    scale = want.flatten(-1).norm(dim=-1, keepdim=True) / want.shape[-1] ** 0.5
+    return float(((got - want).abs() / scale.clamp(min=1e-30)).max())
+
+
+def oracle(slot_states, inputs):
+    """Outputs of the float64 recurrence from `slot_states` [B, H, P, N]."""
+    wide = Mamba2Inputs(*(None if t is None else t.cpu().double() for t in inputs))
+    return reference.recurrence(slot_states, wide)
