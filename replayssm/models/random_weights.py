@@ -93,6 +93,15 @@ CONFIGURATIONS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 }
 
 
+def configuration_of(name: str) -> tuple[type[PreTrainedConfig], dict]:
+    """Of a model of CONFIGURATIONS; ModelError for an unknown name."""
+    if name not in CONFIGURATIONS:
+        raise ModelError(
+            f"there is no random model {name!r}; there are {', '.join(CONFIGURATIONS)}"
+        )
+    return CONFIGURATIONS[name]
+
+
 def random_model(
     name: str,
     *,
@@ -104,11 +113,7 @@ def random_model(
 
     fast: see `Adapter`. Raises ModelError for an unknown name, or a device that is not here.
     """
-    if name not in CONFIGURATIONS:
-        raise ModelError(
-            f"there is no random model {name!r}; there are {', '.join(CONFIGURATIONS)}"
-        )
-    make_config, values = CONFIGURATIONS[name]
+    make_config, values = configuration_of(name)
     torch.manual_seed(0)
     with as_device(device):
         model = AutoModelForCausalLM.from_config(make_config(**values), dtype=dtype)

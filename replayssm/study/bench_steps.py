@@ -16,8 +16,8 @@ import torch
 
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
-from replayssm.models.loading import DTYPES, load
-from replayssm.models.random_weights import RANDOM_PREFIX, random_model
+from replayssm.models.loading import DTYPES, architecture_of, load
+from replayssm.models.random_weights import RANDOM_PREFIX, configuration_of, random_model
 from replayssm.state_update import StateUpdate
 from replayssm.study import bench_arms
 from replayssm.study.bench_arms import Arm, Stage, conventional_reader
@@ -42,6 +42,8 @@ def run_step_bench(
     Raises:
         ValueError: a model or a device that cannot be had.
     """
+    for name in bench.models:  # said before time is spent on the others
+        (configuration_of if name.startswith(RANDOM_PREFIX) else architecture_of)(name)
     before, rows = clocks() if device.startswith("cuda") else None, []
     for name in bench.models:
         adapter = open_model(name, dtype=bench.dtype, device=device)

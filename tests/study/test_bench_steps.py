@@ -186,7 +186,7 @@ def test_decode_steps(model):
 
 
 def test_verifications():
-    record = run("speculate", models=(QWEN,), policies=("fp32",), drafts=(2,))
+    record = run("speculate", models=(QWEN,), policies=("fp32",), drafts=(2,), batches=(1,))
     assert not record.bad, [row.note for row in record.bad]
     step, conventional, replay = record.rows
     assert [row.drafts for row in record.rows] == [0, 2, 2]
@@ -204,12 +204,21 @@ def test_what_does_not_run_stops_nothing_else(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(bench_arms, "new_snapshots", no_memory)
-    record = run("speculate", models=(QWEN,), policies=("fp32",), drafts=(1,))
+    record = run("speculate", models=(QWEN,), policies=("fp32",), drafts=(1,), batches=(1,))
     assert [row.status for row in record.rows] == ["ok", "failed", "ok"]
     assert "OutOfMemoryError: CUDA out of memory" in record.rows[1].note
     monkeypatch.setattr(bench_steps, "Stage", no_memory)
     record = run("decode", models=(QWEN,), policies=("fp32",))
     assert [row.status for row in record.rows] == ["failed", "failed"]
+
+
+def test_models_are_looked_for_before_the_first_is_measured():
+    seen = []
+    for name, message in (("random/none", "no random model"), ("builtin/none", "no built-in mod")):
+        bench = StepBench(kind="decode", models=(QWEN, name), policies=("fp32",), **SMALL)
+        with pytest.raises(ValueError, match=message):
+            run_step_bench(bench, device=DEVICE, emit=seen.append)
+    assert not seen
 
 
 # -- the commands ----------------------------------------------------------------------------------
