@@ -100,9 +100,9 @@ def one_token(
     from_keys = _keys_times(old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD)
     before = 0
     if COMMIT is not None:
-        # No branch on the cursor came before. Its loads were issued before the barrier in there;
-        # who moves it stores after the atomic's way to memory and back, and has its sums to do.
-        before = count_arrival(cursors, slot, count != L - 1, COMMIT)
+        before = tl.zeros([COMMIT], tl.int32)
+        if count != L - 1:  # and so every thread has the cursor before anyone counts
+            before = count_arrival(cursors, slot, True, COMMIT)
     if WORDS:
         k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
         q_parts = load_eighths(q_at, K, BK // 8)
