@@ -1,6 +1,6 @@
 """Compile what the launchers launch, without a GPU; run as a program, not a test.
 
-    python compile_launches.py ARCH [ARCH ...]
+    python compile_launches.py ARCH [all]       all: every policy of CASES, not the usual ones
 
 Launches go through the launchers themselves, so that signatures, specialisation and options are the
 real ones, but a stand-in driver names the target and nothing runs. Needs TRITON_INTERPRET unset.
@@ -211,13 +211,14 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
             yield name, kernel
 
 
-def conventional_launches(geometry: Geometry):
-    """The conventional kernel with every launch that the benchmark tries; yields as `launches`."""
+def conventional_launches(geometry: Geometry, sweep):
+    """The conventional kernel with the launches of `sweep`, the first also for many tokens; yields
+    as `launches`."""
     module = CONVENTIONAL[type(geometry)]
     make_inputs = mamba2_inputs if module is mamba2_conventional else delta_inputs
     state = torch.zeros(ROWS, *geometry.state_shape)
-    for launch in SWEEP:
-        for tokens in (1, 9):
+    for launch in sweep:
+        for tokens in (1, 9) if launch is sweep[0] else (1,):
             snapshots = torch.zeros(ROWS, tokens, *geometry.state_shape) if tokens > 1 else None
             inputs = make_inputs(geometry, tokens, torch.bfloat16)
             with compiling((module,)) as results:
@@ -293,44 +294,48 @@ CASES = [
     (KIMI_48B, "int8-sr@32", torch.float16),
     (KIMI_ODD, "fp32+mxfp4@5", torch.float32),
 ]
-OTHER_ARCHITECTURES = ("fp16-sr+nvfp4",)
+USUAL = {
+    80: ("fp16-sr+nvfp4",),
+    90: ("fp32", "fp16-sr+nvfp4", "fp32+mxfp4@5"),
+    100: ("fp16-sr+nvfp4",),
+}
 CONVENTIONAL_CASES = (SUPER, NANO_4B, QWEN_4B, KIMI_48B)
 
 
-def compiled(arch: int):
-    """Everything that is compiled for an architecture: (geometry, policy, dtype, name, kernel)."""
+def compiled(arch: int, everything: bool):
+    """What is compiled for an architecture: (geometry, policy, dtype, name, kernel)."""
     for geometry, label, dtype in CASES:
-        if arch == 90 or label in OTHER_ARCHITECTURES:
+        if everything or label in USUAL[arch]:
             for name, kernel in launches(geometry, label, dtype):
                 yield geometry, label, dtype, name, kernel
+    sweep = SWEEP if everything else SWEEP[:1]
     for geometry in CONVENTIONAL_CASES:
-        for name, kernel in conventional_launches(geometry):
+        for name, kernel in conventional_launches(geometry, sweep):
             yield geometry, "fp32", torch.bfloat16, name, kernel
 
 
-def main(architectures: list[int]) -> None:
+def main(arch: int, everything: bool) -> None:
     spilled = []
-    for arch in architectures:
-        driver.set_active(Device(arch))
-        for geometry, label, dtype, name, kernel in compiled(arch):
-            family = MODULES[type(geometry)][0].__name__.split(".")[-2]
-            used = resources(kernel.asm["cubin"])
-            used |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
-            shape = "x".join(map(str, geometry.state_shape))
-            line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
-            line += ", ".join(f"{value} {what}" for what, value in used.items())
-            print(line, flush=True)
-            # Some invariants of a loop over tiles, read back once a tile, cost nothing.
-            if arch == 90 and (used["stack"] > 256 or used["local"]):
-                spilled.append(line)
-        for name, kernel in glue_launches():
-            used = resources(kernel.asm["cubin"])
-            print(f"sm_{arch} glue {name}: {used['registers']} registers", flush=True)
-            if used["stack"] or used["local"]:
-                spilled.append(name)
+    driver.set_active(Device(arch))
+    for geometry, label, dtype, name, kernel in compiled(arch, everything):
+        family = MODULES[type(geometry)][0].__name__.split(".")[-2]
+        used = resources(kernel.asm["cubin"])
+        used |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+        shape = "x".join(map(str, geometry.state_shape))
+        line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
+        line += ", ".join(f"{value} {what}" for what, value in used.items())
+        print(line, flush=True)
+        # Some invariants of a loop over tiles, read back once a tile, cost nothing.
+        if arch == 90 and (used["stack"] > 256 or used["local"]):
+            spilled.append(line)
+    for name, kernel in glue_launches():
+        used = resources(kernel.asm["cubin"])
+        print(f"sm_{arch} glue {name}: {used['registers']} registers", flush=True)
+        if used["stack"] or used["local"]:
+            spilled.append(name)
     if spilled:
         sys.exit("spills to local memory:\n" + "\n".join(spilled))
 
 
 if __name__ == "__main__":
-    main([int(arch) for arch in sys.argv[1:]])
+    main(int(sys.argv[1]), sys.argv[2:] == ["all"])

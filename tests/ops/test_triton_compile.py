@@ -11,13 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile_to_machine_code(arch, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "policies"),
+    [(80, []), (90, []), (100, []), pytest.param(90, ["all"], marks=pytest.mark.slow)],
+)
+def test_kernels_compile_to_machine_code(arch, policies, tmp_path):
     # Triton decides at import whether it interprets, so this needs a process of its own.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     program = [sys.executable, str(Path(__file__).parent / "compile_launches.py"), str(arch)]
+    program += policies
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     kernels = re.findall(rf"^sm_{arch} (\w+ \w+)", done.stdout, re.MULTILINE)
