@@ -1,5 +1,7 @@
 """The conventional state behind a session's reader: the numbers of a ring of one slot."""
 
+import copy
+
 import pytest
 import torch
 from recurrence_cases import (
@@ -80,7 +82,7 @@ def test_other_devices_are_refused(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "kimi_linear"])
 def test_a_session_decodes_with_it(name):
     """Every recurrent layer reads conventionally, and the model says what it says with replay."""
-    adapter, prompts = Adapter(tiny_model(name).to(DEVICE)), random_tokens(2, 5)
+    adapter, prompts = Adapter(copy.deepcopy(tiny_model(name)).to(DEVICE)), random_tokens(2, 5)
     logits, seen = {}, set()
 
     class Noted(ConventionalReader):

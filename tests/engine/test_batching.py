@@ -145,11 +145,11 @@ def test_attention_by_kernel_depends_on_the_row_only(logits_seen, monkeypatch):
     """The GPU's path, in the interpreter: other neighbours, another order, another storage."""
     needs_interpreter()
     monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
-    adapter, asked = Adapter(tiny_model("qwen3_5")), requests(9, seed=3)
+    adapter, asked = Adapter(tiny_model("qwen3_5")), requests(5, seed=3)
     first = run(adapter, asked)
     kept = dict(logits_seen)
     logits_seen.clear()
-    again = run(adapter, asked[:3:-1])
+    again = run(adapter, asked[:1:-1])
     assert again == {key: first[key] for key in again}
     assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
 

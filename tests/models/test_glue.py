@@ -56,10 +56,15 @@ def called(monkeypatch):
     return names
 
 
+def copy_of(name):
+    """A tiny model to move and cast: the shared one is other tests', too."""
+    return copy.deepcopy(tiny_model(name)).to(DEVICE)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", USED)
 def test_known_architectures_run_on_kernels(name, dtype, called):
-    model = tiny_model(name).to(DEVICE, dtype)
+    model = copy_of(name).to(dtype)
     wanted = decoded(Adapter(model))
     assert not called, "only a fast adapter has kernels"
     got = decoded(Adapter(model, fast=True))
@@ -69,13 +74,13 @@ def test_known_architectures_run_on_kernels(name, dtype, called):
 
 @pytest.mark.parametrize("name", [name for name in TINY_ARCHITECTURES if name not in USED])
 def test_others_run_as_far_as_tables_go(name):
-    model = tiny_model(name).to(DEVICE)
+    model = copy_of(name)
     assert relative(decoded(Adapter(model, fast=True)), decoded(Adapter(model))) < 1e-5
 
 
 @pytest.mark.parametrize("name", USED)
 def test_everything_is_put_back(name):
-    model = tiny_model(name).to(DEVICE)
+    model = copy_of(name)
     adapter = Adapter(model, fast=True)
     library = __import__(adapter.module_name, fromlist=["x"])
     before = library.causal_conv1d_update
@@ -90,14 +95,14 @@ def test_everything_is_put_back(name):
 
 def test_a_session_beside_it_keeps_the_library(called):
     """Functions of a module are replaced for the layers of fast sessions only."""
-    model = tiny_model("nemotron_h").to(DEVICE)
+    model = copy_of("nemotron_h")
     with ReplaySession(Adapter(copy.deepcopy(model), fast=True), [GROUP]):
         decoded(Adapter(model))
     assert not called
 
 
 def test_what_is_refused(monkeypatch):
-    model = tiny_model("qwen3_5").to(DEVICE)
+    model = copy_of("qwen3_5")
     with pytest.raises(ValueError, match="fast or invariant, not both"):
         Adapter(model, fast=True, invariant=True)
     spread = Adapter(model, fast=True)

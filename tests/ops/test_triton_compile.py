@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MORE = [(80, []), (100, []), (90, ["all"])]  # by continuous integration
 
 
 @pytest.mark.parametrize(
     ("arch", "policies"),
-    [(80, []), (90, []), (100, []), pytest.param(90, ["all"], marks=pytest.mark.slow)],
+    [(90, []), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
 )
 def test_kernels_compile_to_machine_code(arch, policies, tmp_path):
     # Triton decides at import whether it interprets, so this needs a process of its own.
