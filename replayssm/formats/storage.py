@@ -69,6 +69,12 @@ class Storage:
             raise ValueError(f"fp32 never rounds; {self.rounding.mode} rounding has no meaning")
 
     @property
+    def code_bits(self) -> int:
+        """Bits of one element's code; those of scales come on top."""
+        fmt = self.format
+        return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+
+    @property
     def needs_random_bits(self) -> bool:
         """Whether `write` must be given random bits."""
         return self.rounding.mode == "stochastic"

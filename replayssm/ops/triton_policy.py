@@ -38,12 +38,6 @@ def scales_heads(policy: PrecisionPolicy) -> bool:
     return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
 
 
-def code_bits(storage: Storage) -> int:
-    """Bits of one stored code."""
-    fmt = storage.format
-    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
-
-
 def unscaled_dtype(stored: Storage | Quantized) -> torch.dtype:
     """A dtype that holds every result of `quantize.tiles.load_unscaled`.
 

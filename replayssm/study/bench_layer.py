@@ -17,10 +17,9 @@ from torch import Tensor
 
 from replayssm.cache.replay import ReplayCache
 from replayssm.engine.stream import Stream
-from replayssm.formats.block import BlockFormat
 from replayssm.models.adapter import Adapter
 from replayssm.models.session import RowGroup
-from replayssm.policy import PrecisionPolicy, Storage, parse_policy
+from replayssm.policy import PrecisionPolicy, parse_policy
 from replayssm.state_update import RECURRENCES, Inputs, StateUpdate, select_tokens
 from replayssm.study.bench_cases import WrongResultError
 from replayssm.study.bench_workload import relative
@@ -89,7 +88,7 @@ class Probe:
         got = read(update, cache, self.inputs_of(batch, tokens))
         index = self._rows(batch)
         error = max(relative(got[:, token], self.outputs[index, token]) for token in range(tokens))
-        allowed = TOLERANCE[_bits(policy.read_storage)]
+        allowed = TOLERANCE[policy.read_storage.code_bits]
         if not error <= allowed:
             raise WrongResultError(
                 f"outputs differ from the float64 recurrence by {error:.1e}, allowed {allowed:.1e}"
@@ -140,8 +139,3 @@ def observe(adapter: Adapter, tokens: int) -> Probe:
     wide = type(inputs)(*(None if t is None else t.double() for t in inputs))
     outputs, _ = reference.recurrence(state.double(), wide)
     return Probe(prefilled=prefilled, inputs=inputs, state=state, outputs=outputs)
-
-
-def _bits(storage: Storage) -> int:
-    fmt = storage.format
-    return fmt.element.bits if isinstance(fmt, BlockFormat) else fmt.bits

@@ -21,7 +21,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
 from replayssm.ops.triton_common import interpreted, precision_of
-from replayssm.ops.triton_policy import check_copies, code_bits, scales_heads
+from replayssm.ops.triton_policy import check_copies, scales_heads
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,7 +138,7 @@ def from_table(
 ) -> Launch:
     """The entry of a kernel's table; `few`: with smaller tiles for few rows, so that every
     multiprocessor has one."""
-    block_v, num_warps, *more = table[code_bits(policy.read_storage)]
+    block_v, num_warps, *more = table[policy.read_storage.code_bits]
     whole = power_of_two(constants["V"])
     block_v = min(block_v, whole)
     programs = rows * constants["HV"] * (whole // block_v)
@@ -279,7 +279,7 @@ def line_columns(bits: int) -> int:
 def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     """Columns of the state that the decode kernel reads at a time: 128 bytes, or all where K is no
     multiple of that or rows have scales."""
-    part = line_columns(code_bits(policy.read_storage))
+    part = line_columns(policy.read_storage.code_bits)
     whole = constants["K"] % part or policy.read_storage.scale == "row"
     return state_width(policy, constants) if whole else part
 

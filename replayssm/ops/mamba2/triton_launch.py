@@ -21,7 +21,7 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.triton_common import Cursors, precision_of
-from replayssm.ops.triton_policy import code_bits, scales_heads
+from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -99,7 +99,7 @@ def default_launch(
     should find out that there is nothing to do. "step": of the rows whose ring is folded; of all
     rows, if they are few.
     """
-    bits = code_bits(policy.read_storage)
+    bits = policy.read_storage.code_bits
     few = is_few(sizes, batch) and kernel in ("decode", "step")
     rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
     # A P that is no power of two is cut where that leaves no idle lanes; a window, whose products
