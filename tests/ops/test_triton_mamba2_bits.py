@@ -39,6 +39,19 @@ if DEVICE == "cuda":
 # ---- stored bits -----------------------------------------------------------------------------
 
 
+def written(pool, storage, state, stream):
+    """What the second write of both slots stores of `state`, by the reference."""
+    bits = storage.draw_bits(
+        state.shape,
+        seed=pool.cursors.seed.cpu(),
+        layer=LAYER,
+        stream=stream,
+        flush_index=torch.ones(2, dtype=torch.int64),
+        sequence=pool.cursors.sequence.cpu(),
+    )
+    return storage.write(state, bits)
+
+
 @pytest.mark.parametrize("how", ["flush", "step in one launch", "step in several"])
 @pytest.mark.parametrize("name", ["small", "head_dim80"])
 @pytest.mark.parametrize("copy", ["nvfp4", "nvfp4-sr", "nvfp4-46", "fp8-sr", "fp16-sr", "mxfp4"])
@@ -56,15 +69,7 @@ def test_read_copy_has_the_reference_bits_of_the_state(copy, name, how):
         pool.launch(step, tokens_of(inputs, 1, 2), single=how == "step in one launch")
     folded = pool.checkpoint.data.cpu()
     storage = pool.policy.read_copy
-    bits = storage.draw_bits(
-        folded.shape,
-        seed=pool.cursors.seed.cpu(),
-        layer=LAYER,
-        stream=READ_COPY_STREAM,
-        flush_index=torch.ones(2, dtype=torch.int64),
-        sequence=pool.cursors.sequence.cpu(),
-    )
-    want = storage.write(folded, bits)
+    want = written(pool, storage, folded, READ_COPY_STREAM)
     for part, tensor in want.tensors().items():
         got = pool.read_copy.tensors()[part]
         assert torch.equal(pattern(got), pattern(tensor)), f"{copy} {part}"
@@ -81,15 +86,7 @@ def test_flush_rounds_the_checkpoint_as_the_reference(policy):
     was = values(pool.checkpoint).float() + 0.0  # a fold gives no negative zero
     pool.launch(flush, None, rows=torch.tensor([0, 1], device=DEVICE))
     storage = pool.policy.checkpoint
-    bits = storage.draw_bits(
-        was.shape,
-        seed=pool.cursors.seed.cpu(),
-        layer=LAYER,
-        stream=CHECKPOINT_STREAM,
-        flush_index=torch.ones(2, dtype=torch.int64),
-        sequence=pool.cursors.sequence.cpu(),
-    )
-    want = storage.write(was, bits)
+    want = written(pool, storage, was, CHECKPOINT_STREAM)
     for part, tensor in want.tensors().items():
         got = pool.checkpoint.tensors()[part]
         assert torch.equal(pattern(got[1]), pattern(tensor[1])), f"{policy} {part}"
