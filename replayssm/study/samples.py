@@ -19,10 +19,12 @@ import fcntl
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import BinaryIO
 
 from replayssm.study.store import atomic_path, digest
 
@@ -88,16 +90,9 @@ class SampleStore:
 
     def __enter__(self) -> "SampleStore":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if _packed(self.path).exists() and not self.path.exists():
-            with atomic_path(self.path) as temporary:
-                temporary.write_bytes(_content(self.path))
-        self._handle = open(self.path, "a+b")
+        self._handle = _locked(self.path)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._load()
-        except BlockingIOError:
-            self._handle.close()
-            raise ValueError(f"{self.path} is in use by another process") from None
         except BaseException:
             self._handle.close()
             raise
@@ -109,6 +104,8 @@ class SampleStore:
     def _load(self) -> None:
         self._handle.seek(0)
         content = self._handle.read()
+        if not content and _packed(self.path).exists():
+            content = self._unpack()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             self._handle.truncate(len(whole))  # the line a killed process was writing
@@ -120,6 +117,16 @@ class SampleStore:
         for number, line in enumerate(lines[1:], start=2):
             sample = _parse(self.path, number, line)
             self._samples[sample.question, sample.sample] = sample
+
+    def _unpack(self) -> bytes:
+        """Put what is packed in the place of the empty file, all of it or nothing; the content."""
+        content = _content(self.path)
+        with atomic_path(self.path) as temporary:
+            temporary.write_bytes(content)
+            unpacked = _locked(temporary)  # before anybody finds it
+        self._handle.close()
+        self._handle = unpacked
+        return content
 
     def __contains__(self, key: tuple[str, int]) -> bool:
         return key in self._samples
@@ -157,14 +164,33 @@ def read_samples(path: Path) -> tuple[dict, list[Sample]]:
     return identity, [_parse(path, number, line) for number, line in enumerate(lines[1:], start=2)]
 
 
+def _locked(path: Path) -> BinaryIO:
+    """The file, created if need be, locked against other processes until it is closed.
+
+    Raises ValueError if another process holds it.
+    """
+    while True:
+        handle = open(path, "a+b")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who held it may have put another file in its place since it was opened here.
+            if path.exists() and os.path.samestat(os.fstat(handle.fileno()), os.stat(path)):
+                return handle
+        except BlockingIOError:
+            handle.close()
+            raise ValueError(f"{path} is in use by another process") from None
+        handle.close()
+
+
 def _packed(path: Path) -> Path:
     return path.with_name(path.name + ".gz")
 
 
 def _content(path: Path) -> bytes:
-    """Of the file, or of the packed one."""
+    """Of the file, or, if it is missing or empty, of the packed one."""
     with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes()
+        if content := path.read_bytes():
+            return content
     try:
         return gzip.decompress(_packed(path).read_bytes())
     except FileNotFoundError:

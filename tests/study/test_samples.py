@@ -1,5 +1,6 @@
 """The sample store: resuming by sample, files that do not show interruptions, foreign answers."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -143,8 +144,62 @@ def test_packed_files_are_read_and_continued(tmp_path):
     assert len(read_samples(opened.path)[1]) == 4  # the packed file is not looked at any more
     opened.path.unlink()
     packed.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="jsonl.gz: "):
-        read_samples(opened.path)
+    for _ in range(2):  # an attempt leaves nothing that would be taken for samples
+        with pytest.raises(ValueError, match="jsonl.gz: "):
+            with store(tmp_path):
+                pass
+        with pytest.raises(ValueError, match="jsonl.gz: "):
+            read_samples(opened.path)
+
+
+def test_no_other_process_gets_in_while_a_file_is_unpacked(tmp_path, monkeypatch):
+    with store(tmp_path) as opened:
+        opened.add(SAMPLES[0])
+        opened.finish()
+    packed = opened.path.with_name(opened.path.name + ".gz")
+    packed.write_bytes(gzip.compress(opened.path.read_bytes()))
+    opened.path.unlink()
+    refused = []
+
+    def meanwhile(before):
+        """`before`, with another process that comes in between."""
+
+        def call(*args):
+            with pytest.raises(ValueError, match="in use by another process"):
+                with store(tmp_path):
+                    pass
+            refused.append(before.__name__)
+            return before(*args)
+
+        return call
+
+    for module, name in ((gzip, "decompress"), (os, "replace")):
+        monkeypatch.setattr(module, name, meanwhile(getattr(module, name)))
+    with store(tmp_path) as mine:
+        assert refused == ["decompress", "replace"]
+        with pytest.raises(ValueError, match="in use by another process"):
+            with store(tmp_path):
+                pass
+        mine.add(SAMPLES[1])
+    assert len(read_samples(mine.path)[1]) == 2
+
+
+def test_a_file_replaced_before_it_is_locked_is_opened_again(tmp_path, monkeypatch):
+    with store(tmp_path) as first:
+        for one in SAMPLES[:2]:
+            first.add(one)
+    lock = fcntl.flock
+
+    def finished_meanwhile(*args):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        with store(tmp_path) as other:
+            other.finish()
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", finished_meanwhile)
+    with store(tmp_path) as late:
+        late.add(SAMPLES[2])
+    assert len(read_samples(late.path)[1]) == 3
 
 
 def test_a_file_in_use(tmp_path):
