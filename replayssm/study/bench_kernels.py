@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from replayssm.ops.capability import no_kernel
 from replayssm.policy import PrecisionPolicy, parse_policy
 from replayssm.study import bench_timing
 from replayssm.study.bench_cases import (
@@ -236,6 +237,10 @@ def measure(
 
 
 def _template(sequences: Sequences, policy: PrecisionPolicy) -> Pool | Exception:
+    layer = sequences.layer
+    reason = no_kernel(layer.recurrence, policy, rows=layer.sizes.rows, cols=layer.sizes.cols)
+    if reason is not None:  # as the library would not use them, whatever they may do here
+        return ValueError(reason)
     try:
         return make_pool(sequences, policy)
     except (ValueError, RuntimeError) as error:

@@ -51,7 +51,7 @@ COLUMNS = {
     "recurrence on the model's own inputs",
     "launch": "launch parameters of the conventional kernel that was fastest",
     "status": "ok; wrong: the check failed, so it was not timed; failed: it did not run",
-    "note": "why not ok",
+    "note": "why not ok; or, after a time, why torch computed it although kernels were asked for",
 }
 
 # Published speed-ups of a whole decode step with FP32 states and L = 16, by batch, on an H100.
@@ -195,7 +195,7 @@ def row_line(row: StepRow) -> str:
     for value, unit in ((row.speedup, "x"), (row.steps if row.drafts else None, "steps")):
         if value is not None:
             line += f"  {value:5.2f} {unit}"
-    return line + (f"  [{row.launch}]" if row.launch else "")
+    return line + (f"  [{row.launch}]" if row.launch else "") + (row.note and f"  {row.note}")
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _facts(record: StepRecord) -> list[str]:
             "every token, so that any draft can be rejected; all layers write the same snapshots, "
             "because a whole model's would not fit."
         )
-    lines += [f"**{row_line(row).strip()}**" for row in record.bad]
+    lines += [f"**{row_line(row).strip()}**" for row in record.rows if row.note]
     return lines
 
 
@@ -322,7 +322,8 @@ def _cell(row: StepRow | None, time: str, ratio: str, unit: str = "×") -> str:
     if row.ms is None:
         return row.status
     share = getattr(row, ratio)
-    return f"{getattr(row, time):.2f} ms" + ("" if share is None else f" ({share:.2f}{unit})")
+    ratios = "" if share is None else f" ({share:.2f}{unit})"
+    return f"{getattr(row, time):.2f} ms{ratios}" + (", by torch" if row.note else "")
 
 
 def _megabytes(size: int | None) -> str:

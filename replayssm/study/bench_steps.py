@@ -18,6 +18,7 @@ from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
 from replayssm.models.loading import DTYPES, architecture_of, load
 from replayssm.models.random_weights import RANDOM_PREFIX, configuration_of, random_model
+from replayssm.models.session import ReplaySession
 from replayssm.state_update import StateUpdate
 from replayssm.study import bench_arms
 from replayssm.study.bench_arms import Arm, Stage, conventional_reader
@@ -215,7 +216,14 @@ def _timed(
         error=float(f"{error:.2e}"),
         launch=launch,
         status="ok",
+        note="" if launch else _without_kernels(stream.session),
     )
+
+
+def _without_kernels(session: ReplaySession) -> str:
+    """Why layers that were to take kernels took torch; empty if they did not."""
+    reasons = {update.backend_reason for update, _ in bench_arms.layers(session)} - {""}
+    return f"computed by torch: {'; '.join(sorted(reasons))}" if reasons else ""
 
 
 def _conventional_backend() -> str:

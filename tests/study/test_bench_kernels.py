@@ -150,11 +150,21 @@ def test_without_a_right_conventional_kernel_there_is_no_speedup(monkeypatch):
 
 
 def test_what_cannot_run_says_why_and_stops_nothing():
-    rows = rows_of(layers=["mamba2"], policies=["fp32:ring=fp8", "fp32"])
-    found = by_kernel(rows)
-    refused = found["fp32:ring=fp8", "cycle"]
-    assert refused.status == "failed" and "inputs' dtype only" in refused.note
+    policies = ["fp32:ring=fp16", "fp32:ring=fp8", "fp32"]
+    found = by_kernel(rows_of(layers=["mamba2"], policies=policies))
+    for policy, why in (
+        (policies[0], "inputs' dtype only"),
+        (policies[1], "for which there is no kernel"),
+    ):
+        refused = found[policy, "cycle"]
+        assert refused.status == "failed" and why in refused.note
     assert found["fp32", "cycle"].status == "ok"
+
+
+def test_a_ring_that_the_library_gives_no_kernel_gets_no_time():
+    sequences = make_sequences(LAYERS["kimi_delta"], 33, DEVICE)
+    refusal = bench_kernels._template(sequences, replace(parse_policy("fp32"), ring_len=33))
+    assert str(refusal) == "ring length 33: the kernels of kimi_delta go up to 32"
 
 
 def test_narrow_conventional_states():

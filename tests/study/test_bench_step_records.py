@@ -130,6 +130,17 @@ def test_lines_of_rows():
     assert "1.25 steps" in row_line(made_up("speculate").rows[2])
 
 
+def test_what_torch_computed_is_said_wherever_its_time_stands():
+    said = "computed by torch: ring length 65: the kernels of gated_delta go up to 64"
+    slow = row(256, 20.0, policy="fp16-sr", note=said)
+    assert row_line(slow).endswith(said)
+    record = made_up(rows=[*made_up().rows[:-1], slow])
+    assert record.bad == []
+    text = step_markdown(record)
+    assert f"- **{row_line(slow)}**" in text
+    assert "20.00 ms (0.50×), by torch" in text and text.count("by torch") == 3
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [("decode", {"random-qwen3.5-4b-512"}), ("speculate", {"random-qwen3.5-4b-512-batch-256"})],

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replayssm import cli
+from replayssm import cli, state_update
 from replayssm.models.random_weights import random_model
+from replayssm.ops import capability
 from replayssm.ops.gated_delta import triton_conventional
 from replayssm.state_update import StateUpdate
 from replayssm.study import bench_arms, bench_steps, bench_timing
@@ -24,6 +25,7 @@ from replayssm.study.bench_arms import (
 )
 from replayssm.study.bench_cases import WrongResultError
 from replayssm.study.bench_layer import observe, one_by_one
+from replayssm.study.bench_step_records import StepRow
 from replayssm.study.bench_step_settings import StepBench, cases
 from replayssm.study.bench_steps import run_step_bench
 
@@ -219,6 +221,22 @@ def test_models_are_looked_for_before_the_first_is_measured():
         with pytest.raises(ValueError, match=message):
             run_step_bench(bench, device=DEVICE, emit=seen.append)
     assert not seen
+
+
+@torch.inference_mode()
+def test_a_time_says_that_torch_took_the_place_of_kernels(probe, monkeypatch):
+    def as_on_a_gpu(*args, device, **sizes):
+        return capability.choose_backend(*args, device=torch.device("cuda"), **sizes)
+
+    monkeypatch.setattr(state_update, "choose_backend", as_on_a_gpu)
+    monkeypatch.setattr(capability, "no_device", lambda device: None)
+    monkeypatch.setitem(capability.MAX_RING_LEN, "gated_delta", 1)
+    bench = StepBench(kind="decode", models=(QWEN,), policies=("fp32",), **SMALL)
+    stage = Stage(probe, batch=2, context=20, room=64, backend=bench.backend)
+    asked = StepRow(model=QWEN, batch=2, context=20, arm="replay", policy="fp32")
+    row = bench_steps._timed(bench, stage, asked, replay_arm("fp32", 2), 1, 1e-7)
+    assert (row.status, row.backend) == ("ok", "reference")
+    assert row.note == "computed by torch: ring length 2: the kernels of gated_delta go up to 1"
 
 
 # -- the commands ----------------------------------------------------------------------------------
