@@ -201,6 +201,22 @@ def tiny_model(name: str):
     return model
 
 
+def spread(model, second: tuple[str, ...]) -> dict[str, int]:
+    """A device map of `model` over two GPUs: modules whose names end in `second` on 1, others on 0.
+
+    No entry lies within another: accelerate would bring the inputs of inner modules to the outer
+    one's device.
+    """
+    moved = [name for name, _ in model.named_modules() if name.endswith(second)]
+    places = dict.fromkeys(moved, 1)
+    for name, _ in model.named_modules():
+        holds_moved = any(f"{other}.".startswith(f"{name}." if name else "") for other in moved)
+        placed = any(name.startswith(f"{other}.") for other in places)
+        if not holds_moved and not placed:
+            places[name] = 0
+    return places
+
+
 def random_tokens(rows: int, length: int, *, seed: int = 0, vocab: int = 128) -> torch.Tensor:
     """Token ids [rows, length], int64, none of them a special token."""
     generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreter import needs_interpreter
-from tiny_models import TINY_ARCHITECTURES, tiny_model
+from tiny_models import TINY_ARCHITECTURES, spread, tiny_model
 
 from replayssm.engine import batching
 from replayssm.engine.batching import Request, generate_many
@@ -285,15 +285,15 @@ def test_logits_that_are_not_finite_are_named(tiny_model):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "nemotron_h"])
-def test_a_model_on_two_gpus_answers_like_one_on_one(name, tiny_model):
-    """Some layers, of attention too, are not where tokens go; eager on both."""
+@pytest.mark.parametrize("second", [("layers.1", "layers.3"), ("layers.2", "lm_head")])
+def test_a_model_on_two_gpus_answers_like_one_on_one(name, second, tiny_model):
+    """Some layers, of attention too, or those of logits are not where tokens go; eager on both."""
     accelerate = pytest.importorskip("accelerate")
     policy, asked = parse_policy("fp16-sr+nvfp4@4"), requests(9)
-    whole, spread = tiny_model(name).cuda(), tiny_model(name)
-    ends = ("layers.1", "layers.3")
-    layers = [part for part, _ in spread.named_modules() if part.endswith(ends)]
-    spread = accelerate.dispatch_model(spread, {"": 0} | dict.fromkeys(layers, 1))
-    assert len(Adapter(spread).devices) == 2
+    one, two = tiny_model(name).cuda(), tiny_model(name)
+    where = spread(two, second)
+    two = accelerate.dispatch_model(two, where, skip_keys=two._skip_keys_device_placement)
+    assert len(Adapter(two).devices) == 2
     for options in ({}, {"prefill": 2}):
-        want = run(Adapter(whole), asked, policy, graphs="off", **options)
-        assert run(Adapter(spread), asked, policy, graphs="off", **options) == want
+        want = run(Adapter(one), asked, policy, graphs="off", **options)
+        assert run(Adapter(two), asked, policy, graphs="off", **options) == want

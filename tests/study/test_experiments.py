@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_real_model import folder  # noqa: F401  (a fixture)
+from tiny_models import spread
 
 from replayssm import cli
 from replayssm.engine.graphs import StepGraphs
@@ -76,12 +77,7 @@ def test_a_model_on_two_gpus_gives_the_records_of_one(
     """Eager on both; the same kernels on the same rows give the same numbers."""
     pytest.importorskip("accelerate")
     monkeypatch.setattr(StepGraphs, "_look_for_obstacle", lambda self, cache: "a test")
-    layers = [
-        name
-        for name, _ in tiny_model(model).named_modules()
-        if name.endswith(("layers.1", "layers.2"))
-    ]
-    halves = {"": 0} | dict.fromkeys(layers, 1)
+    halves = spread(tiny_model(model), ("layers.1", "layers.2"))
     study = {"policies": ["fp32", "fp16-sr+nvfp4"], "prompts": 2, "tokens": 96, "prefill": 24}
     study |= {"models": [folder(model)], "states": "log", "controls": {"refresh": [64]}}
     study["controls"]["refresh_policies"] = ["fp16-sr+nvfp4"]
