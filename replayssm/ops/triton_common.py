@@ -226,6 +226,16 @@ def precision_of(a: torch.dtype, b: torch.dtype) -> str:
     return "bf16_terms" if b == torch.bfloat16 else "tf32x3"
 
 
+def halves_of(a: torch.dtype, b: torch.dtype) -> str:
+    """`precision_of` with every FP32 operand in two TF32 terms, the first of them rounded: half the
+    instructions of three BF16 terms, and off by 2^-24 per product, as an FP32 product is."""
+    if interpreted() or torch.float32 not in (a, b):
+        return precision_of(a, b)
+    if a == b:
+        return "tf32_halves"
+    return "tf32_halves_of_a" if a == torch.float32 else "tf32_halves_of_b"
+
+
 @triton.jit
 def _leading_bits(x):
     """x cut to the eight significant bits of BF16: cheaper than rounding, and a sum of three such
@@ -240,6 +250,14 @@ def _tf32_bits(x):
 
 
 @triton.jit
+def _halves(x):
+    """x as a sum of two terms for TF32 products: eleven significant bits, and a rest of at most 12
+    with a sign of its own, so that the bit that a product cuts from it has no preferred sign."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
 def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b of FP32 tiles, products of FP32 accuracy.
 
@@ -248,6 +266,8 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     is all of it, and b in BF16, which must be exact: products are then exact; "tf32x3" each operand
     as a sum of two TF32 terms, 2^-22 relative per product; "tf32_terms" the same with the product
     of the small terms, and cut instead of rounded, in half the instructions, for finite operands.
+    "tf32_halves", "tf32_halves_of_a" and "tf32_halves_of_b": see `halves_of`; for finite operands,
+    of which one that is no sum of terms must be exact in TF32.
     """
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
@@ -264,6 +284,20 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
         high, b_high = _tf32_bits(a), _tf32_bits(b)
         low, b_low = a - high, b - b_high  # 13 bits, of which TF32 holds 11 or more
         accumulator = tl.dot(low, b_low, accumulator, input_precision="tf32")
+        accumulator = tl.dot(low, b_high, accumulator, input_precision="tf32")
+        accumulator = tl.dot(high, b_low, accumulator, input_precision="tf32")
+        return tl.dot(high, b_high, accumulator, input_precision="tf32")
+    elif PRECISION == "tf32_halves_of_a":
+        high, low = _halves(a)
+        accumulator = tl.dot(low, b, accumulator, input_precision="tf32")
+        return tl.dot(high, b, accumulator, input_precision="tf32")
+    elif PRECISION == "tf32_halves_of_b":
+        high, low = _halves(b)
+        accumulator = tl.dot(a, low, accumulator, input_precision="tf32")
+        return tl.dot(a, high, accumulator, input_precision="tf32")
+    elif PRECISION == "tf32_halves":
+        high, low = _halves(a)
+        b_high, b_low = _halves(b)
         accumulator = tl.dot(low, b_high, accumulator, input_precision="tf32")
         accumulator = tl.dot(high, b_low, accumulator, input_precision="tf32")
         return tl.dot(high, b_high, accumulator, input_precision="tf32")

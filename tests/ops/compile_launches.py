@@ -21,13 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from replayssm.ops import gated_delta, kimi_delta, mamba2, triton_common
+from replayssm.ops.gated_delta import triton_apply
 from replayssm.ops.gated_delta import triton_conventional as gated_delta_conventional
 from replayssm.ops.gated_delta import triton_decode as gated_delta_decode
 from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
 from replayssm.ops.gated_delta import triton_launch as gated_delta_launch
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
-from replayssm.ops.glue import triton_glue
+from replayssm.ops.glue import triton_glue, triton_layers
 from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
 from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
 from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
@@ -205,7 +206,7 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
             ("step", lambda: decode.step(*both, ring, policy, cursors, one, **several)),
         ]
     for name, call in calls:
-        with compiling((decode, window, flush, triton_common)) as results:
+        with compiling((decode, window, triton_apply, flush, triton_common)) as results:
             call()
         for kernel in results:
             yield name, kernel
@@ -256,9 +257,42 @@ def glue_launches():
         "unit vectors": lambda: triton_glue.unit_vectors(narrow(ROWS, 1, 16, 128), 1e-6),
         "gate": lambda: triton_glue.gated(narrow(ROWS, 9216), narrow(ROWS, 9216)),
         "step sizes": lambda: triton_glue.step_size(dt, narrow(96), **limits),
+        "gate of heads": lambda: triton_glue.gated(
+            narrow(ROWS, 16, 512)[..., 256:], narrow(ROWS, 16, 256), sigmoid=True
+        ),
+        "squared ReLU": lambda: triton_glue.squared_relu(narrow(ROWS, 12544)),
+        "before a delta rule": lambda: triton_layers.delta_inputs(
+            narrow(ROWS, 1, 12352)[..., :8192],
+            narrow(ROWS, 8192, 4),
+            narrow(8192, 4),
+            None,
+            (narrow(ROWS, 1, 32), narrow(ROWS, 1, 32)),
+            (narrow(32), narrow(32)),
+            key_heads=16,
+            value_width=128,
+            eps=1e-6,
+            scale=0.1,
+        ),
+        "before a scan": lambda: triton_layers.scan_inputs(
+            narrow(ROWS, 1, 9728),
+            narrow(ROWS, 9728, 4),
+            narrow(9728, 4),
+            narrow(9728),
+            narrow(ROWS, 1, 96),
+            (narrow(96), narrow(96), narrow(96)),
+            low=0.001,
+            high=float("inf"),
+        ),
+        "rotated heads": lambda: triton_layers.rotated_heads(
+            narrow(ROWS, 1, 16, 512)[..., :256],
+            narrow(ROWS, 1, 4, 256),
+            (narrow(256), narrow(256)),
+            (narrow(1, 1, 64), narrow(1, 1, 64)),
+            1e-6,
+        ),
     }
     for name, call in calls.items():
-        with compiling((triton_glue,)) as results:
+        with compiling((triton_glue, triton_layers)) as results:
             call()
         for kernel in results:
             yield name, kernel

@@ -1,7 +1,7 @@
 """T = 2 … 32 tokens per row, for verify and teacher-forced replay; no state is ever formed.
 
-Owns the window kernel and its launcher. Products with k and q of all tokens are matrix products on
-tensor cores; what the tokens write is solved for in registers.
+Owns how tokens and past records of a head weigh on each other, and the window's launcher. Where the
+state is read: triton_apply.py.
 
 Legend: triton_tiles.py.
 """
@@ -17,65 +17,52 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
+from replayssm.ops.gated_delta.triton_apply import apply, new_weights, store_weights, window_sizes
 from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
     default_launch,
-    pieces,
-    power_of_two,
     ring_argument,
     sizes,
     token_argument,
 )
-from replayssm.ops.gated_delta.triton_tiles import (
-    as_held,
-    decay,
-    last,
-    load_columns,
-    load_rows,
-    substitute,
-)
-from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, exact_dot, precision_of
-from replayssm.ops.triton_policy import unscaled_dtype
+from replayssm.ops.gated_delta.triton_tiles import as_held, decay, last, load_rows, substitute
+from replayssm.ops.triton_common import Cursors, exact_dot, halves_of
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
-def window_kernel(
-    out,  # [B, T, HV, V] FP32
+def weigh_kernel(
+    weights,  # of `triton_apply.new_weights`
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
-    read,  # Stored
     T: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
-    READ: tl.constexpr,
-    STATE_KEYS: tl.constexpr,  # precision of state times k, q
-    KEYS: tl.constexpr,  # of k times k, q
-    FULL: tl.constexpr,  # of products with an FP32 operand
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BV: tl.constexpr,
+    KEYS: tl.constexpr,  # precision of k times k, q
+    FULL: tl.constexpr,  # of products of FP32 operands
+    COLUMNS: tl.constexpr,  # of keys that are read at a time
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Grid (tiles of V, HV, B)."""
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (HV, B): weights of a head, and all of its record that is not in rows of the state.
+
+    One warp: all that is added over lanes is added by shuffles, and nobody waits at a barrier.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
-    in_v, new = value < V, token < T
-    out += (row * T * HV + head) * V
-    out += token[None, :] * (HV * V) + value[:, None]
-    written = in_v[:, None] & new[None, :]
     if slot < 0:
-        tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
         return
+    token, record = tl.arange(0, BT), tl.arange(0, BL)
+    new = token < T
+    g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
+    g = tl.load(g, mask=new, other=0.0)
+    beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
+    beta = tl.load(beta, mask=new, other=0.0)
 
     count = tl.load(cursors.pos + slot).to(tl.int32)
     past = record < count
@@ -84,79 +71,45 @@ def window_kernel(
     first = (slot * HV + head) * L  # this head's oldest record
     here = count + token
     fits = new & (here < L)
-
-    # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
-    # PIECES rows of K / PIECES.
-    state_k, state_q = tl.zeros([BV, BT], tl.float32), tl.zeros([BV, BT], tl.float32)
+    g_past = tl.load(ring.g + first + record, mask=past, other=0.0)
     past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
     k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    in_rows = None if V % BV == 0 else in_v
-    state_row = head * V + value
-    for piece in range(PIECES):
-        column = piece * PIECE + tl.arange(0, PIECE)
+    for start in tl.static_range(0, K, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
         in_k = column < K
         k = tokens.k + row * tokens.k_row + key_head * K
-        k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, PIECE]
+        k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, COLUMNS]
         k = as_held(k, tokens.k, ring.k)
         q = tokens.q + row * tokens.q_row + key_head * K
         q = load_rows(q, token, tokens.q_token, new, column, in_k)
         k_t, q_t = tl.trans(k), tl.trans(q)
-        s = load_unscaled(  # [BV, PIECE]
-            read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
-        )
-        state_k = exact_dot(s, k_t, state_k, STATE_KEYS)
-        state_q = exact_dot(s, q_t, state_q, STATE_KEYS)
-        if T < L:
-            k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, PIECE]
-            past_k = exact_dot(k_past, k_t, past_k, KEYS)
-            past_q = exact_dot(k_past, q_t, past_q, KEYS)
         k_k = exact_dot(k, k_t, k_k, KEYS)
         k_q = exact_dot(k, q_t, k_q, KEYS)
-        if (tile == 0) & (head % (HV // HK) == 0):
+        if T < L:
+            k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, COLUMNS]
+            past_k = exact_dot(k_past, k_t, past_k, KEYS)
+            past_q = exact_dot(k_past, q_t, past_q, KEYS)
+        if head % (HV // HK) == 0:
             target = keys + here[:, None] * K + column[None, :]
             k_held = k.to(ring.k.dtype.element_ty)
             tl.store(target, k_held, mask=fits[:, None] & in_k[None, :])
 
-    g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
-    g = tl.load(g, mask=new, other=0.0)
-    beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
-    beta = tl.load(beta, mask=new, other=0.0)
-    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
+    log_decay = tl.cumsum(g_past, 0)  # [BL]
     now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
-
-    # What the state and the records before the window contribute, [BV, BT].
-    factor = row_factor(read, slot, state_row, in_rows, V, READ)
-    from_state = factor[:, None] * decay(now, 0.0)[None, :]
-    predicted, answer = from_state * state_k, from_state * state_q
-    if T < L:
-        u_past = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
-        from_past = decay(now[None, :], log_decay[:, None])  # [BL, BT]
-        predicted = exact_dot(u_past, from_past * past_k, predicted, FULL)
-        answer = exact_dot(u_past, from_past * past_q, answer, FULL)
-
-    # What the window's tokens write, each on top of the earlier ones.
-    v = tokens.v + row * tokens.v_row + head * V
-    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
-    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
+    from_past = decay(now[None, :], log_decay[:, None])  # [BL, BT]
     between = decay(now[None, :], now[:, None])  # [BT, BT], earlier token first
-    earlier = token[:, None] < token[None, :]
-    system = tl.where(earlier, between * k_k, 0.0)
-    u = substitute(beta[None, :] * (v - predicted), system * beta[None, :], T, BT)  # [BV, BT]
-    upto = token[:, None] <= token[None, :]
-    own = tl.where(upto, between * k_q, 0.0)
-    answer = exact_dot(u, own, answer, FULL)
-    # A ring without room is a caller's mistake; no number may come of it.
-    tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
-
-    if tile == 0:
-        tl.store(ring.g + first + here, g, mask=fits)
-        if ring.beta is not None:
-            tl.store(ring.beta + first + here, beta, mask=fits)
-    target = (first + here)[None, :] * V + value[:, None]
-    written = in_v[:, None] & fits[None, :]
-    tl.store(ring.u + target, u, mask=written)
-    if ring.v is not None:
-        tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
+    system = tl.where(token[:, None] < token[None, :], between * k_k, 0.0)
+    own = tl.where(token[:, None] <= token[None, :], between * k_q, 0.0)
+    scaled = tl.where(token[:, None] == token[None, :], beta[None, :], 0.0)
+    solve = substitute(scaled, system * beta[None, :], T, BT)
+    solve_own = exact_dot(solve, own, tl.zeros([BT, BT], tl.float32), FULL)
+    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
+    store_weights(
+        weights, solve, solve_own, from_past * past_k, from_past * past_q, decay(now, 0.0), BT, BL
+    )
+    tl.store(ring.g + first + here, g, mask=fits)
+    if ring.beta is not None:
+        tl.store(ring.beta + first + here, beta, mask=fits)
 
 
 def window(
@@ -181,23 +134,18 @@ def window(
             f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
         )
     launch = launch or default_launch("window", policy, constants, batch)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    keys, readers = ring.k.dtype, torch.promote_types(ring.k.dtype, tokens.q.dtype)
-    window_kernel[(launch.tiles(constants), constants["HV"], batch)](
-        out,
+    constants = window_sizes(constants, count)
+    weights = new_weights(constants, batch, inputs.v.device)
+    readers = torch.promote_types(ring.k.dtype, tokens.q.dtype)
+    weigh_kernel[(constants["HV"], batch)](
+        weights,
         tokens,
         ring,
         cursors,
-        stored(read),
-        T=count,
         **constants,
-        **pieces(policy.read_storage, constants),
-        READ=policy.read_storage,
-        STATE_KEYS=precision_of(unscaled_dtype(policy.read_storage), readers),
-        KEYS=precision_of(keys, readers),
-        FULL=precision_of(torch.float32, torch.float32),
-        **launch.options(),
-        BV=launch.block_v,
-        BT=power_of_two(count),
+        KEYS=halves_of(ring.k.dtype, readers),
+        FULL=halves_of(torch.float32, torch.float32),
+        COLUMNS=64,
+        num_warps=1,
     )
-    return out
+    return apply(read, ring, policy, cursors, tokens, weights, None, constants, launch)

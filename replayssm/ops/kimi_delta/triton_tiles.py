@@ -64,25 +64,24 @@ def pair_weights(
     is. Keys are used as `ring_keys` holds them.
 
     A pair has a decay in each channel, so this is no matrix product: column i of the results is
-    made from all earlier keys, decayed to token i.
+    made from all earlier keys, which decay by a token at a time, as a state would.
     """
     token = tl.arange(0, k_k.shape[0])
-    past = tl.zeros([k_k.shape[0], column.shape[0]], tl.float32)  # keys of the tokens so far
-    since = past  # and the log decays since each of them
+    past = tl.zeros(
+        [k_k.shape[0], column.shape[0]], tl.float32
+    )  # decayed keys of the tokens so far
     i = 0  # no `range`: the interpreter of Triton 3.6 takes none that ends at a loaded number
     while i < end:
         g = tl.load(gates + i * gate_stride + column, mask=in_k, other=0.0)
         k = as_held(tl.load(keys + i * key_stride + column, mask=in_k, other=0.0), keys, ring_keys)
         here = token == i
-        since = tl.where((token < i)[:, None], since + g[None, :], 0.0)
-        decayed = past * tl.exp(since)
-        to_k = tl.sum(decayed * k[None, :], 1)  # [BT]
+        past *= tl.exp(g)[None, :]
+        to_k = tl.sum(past * k[None, :], 1)  # [BT]
         k_k += tl.where(here[None, :], to_k[:, None], 0.0)
         past = tl.where(here[:, None], k[None, :], past)
         if queries is not None:
             q = tl.load(queries + i * query_stride + column, mask=in_k, other=0.0).to(tl.float32)
-            decayed = tl.where(here[:, None], k[None, :], decayed)
-            to_q = tl.sum(decayed * q[None, :], 1)
+            to_q = tl.sum(past * q[None, :], 1)
             k_q += tl.where(here[None, :], to_q[:, None], 0.0)
         i += 1
     return k_k, k_q

@@ -1,8 +1,9 @@
 """T = 2 … 32 tokens per row, for verify and teacher-forced replay; no state is ever formed.
 
-Owns the window kernel and its launcher. Products with the state and with the records before the
-window are matrix products on tensor cores: the decay from a record to a token is that up to the
-window times that within it, both at most 1. Pairs within the window are taken one by one.
+Owns how tokens and past records of a head weigh on each other, and the window's launcher. Past
+records weigh by matrix products: the decay from a record to a token is that up to the window times
+that within it, both at most 1. Pairs within the window are taken one by one. Where the state is
+read: `../gated_delta/triton_apply.py`.
 
 Legend: triton_tiles.py.
 """
@@ -17,142 +18,98 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
+from replayssm.ops.gated_delta.triton_apply import apply, new_weights, store_weights, window_sizes
 from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
-    pieces,
     power_of_two,
     ring_argument,
     sizes,
     token_argument,
 )
-from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows, substitute
+from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows, substitute
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.kimi_delta.triton_launch import default_launch
 from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after, sums_before
-from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, exact_dot, precision_of
-from replayssm.ops.triton_policy import unscaled_dtype
+from replayssm.ops.triton_common import Cursors, exact_dot, halves_of, precision_of
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
-def window_kernel(
-    out,  # [B, T, HV, V] FP32
+def weigh_kernel(
+    weights,  # of `triton_apply.new_weights`
+    since_state,  # [B, HV, T, K] FP32
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
-    read,  # Stored
     T: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
-    READ: tl.constexpr,
     SUMS: tl.constexpr,  # precision of sums of gates
-    KEYS_STATE: tl.constexpr,  # of decayed k, q times state
     FULL: tl.constexpr,  # of products of FP32 operands
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BV: tl.constexpr,
+    BK: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Grid (tiles of V, HV, B)."""
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (HV, B): weights of a head, and all of its record that is not in rows of the state."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
-    in_v, new = value < V, token < T
-    out += (row * T * HV + head) * V
-    out += token[None, :] * (HV * V) + value[:, None]
-    written = in_v[:, None] & new[None, :]
     if slot < 0:
-        tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
         return
-
+    token, record, column = tl.arange(0, BT), tl.arange(0, BL), tl.arange(0, BK)
+    new, in_k = token < T, column < K
     count = tl.load(cursors.pos + slot).to(tl.int32)
-    past = record < count
     key_head = head // (HV // HK)
     first = (slot * HV + head) * L  # this head's oldest record
     keys, gates = ring.k + (slot * HK + key_head) * L * K, ring.g + first * K
-    here = count + token
-    fits = new & (here < L)
     new_k = tokens.k + row * tokens.k_row + key_head * K
     new_q = tokens.q + row * tokens.q_row + key_head * K
     new_g = tokens.g + row * tokens.g_row + head * K
-
-    # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
-    # PIECES rows of K / PIECES.
-    k_state, q_state = tl.zeros([BT, BV], tl.float32), tl.zeros([BT, BV], tl.float32)
-    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
-    k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    in_rows = None if V % BV == 0 else in_v
-    state_row = head * V + value
-    for piece in range(PIECES):
-        column = piece * PIECE + tl.arange(0, PIECE)
-        in_k = column < K
-        k = load_rows(new_k, token, tokens.k_token, new, column, in_k)  # [BT, PIECE]
-        k = as_held(k, tokens.k, ring.k)
-        q = load_rows(new_q, token, tokens.q_token, new, column, in_k)
-        g = load_rows(new_g, token, tokens.g_token, new, column, in_k)
-        so_far = sums_before(g, SUMS)  # from the start of the window
-        within = tl.exp(so_far)
-        before = tl.zeros([PIECE], tl.float32)  # from the state to the window
-        if T < L:
-            g_past = load_rows(gates, record, K, past, column, in_k)  # [BL, PIECE]
-            before = tl.sum(g_past, 0)
-            k_past = load_rows(keys, record, K, past, column, in_k)
-            k_past *= tl.exp(sums_after(g_past, SUMS))
-            past_k = exact_dot(k_past, tl.trans(k * within), past_k, FULL)
-            past_q = exact_dot(k_past, tl.trans(q * within), past_q, FULL)
-        since_state = tl.exp(before[None, :] + so_far)
-        s = load_unscaled(  # [BV, PIECE]
-            read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
-        )
-        s_t = tl.trans(s)
-        k_state = exact_dot(k * since_state, s_t, k_state, KEYS_STATE)
-        q_state = exact_dot(q * since_state, s_t, q_state, KEYS_STATE)
-        k_k, k_q = pair_weights(
-            new_k, tokens.k_token, new_q, tokens.q_token, new_g, tokens.g_token,
-            ring.k, T, column, in_k, k_k, k_q,
-        )  # fmt: skip
-        if tile == 0:
-            target = here[:, None] * K + column[None, :]
-            mask = fits[:, None] & in_k[None, :]
-            tl.store(gates + target, g, mask=mask)
-            if head % (HV // HK) == 0:
-                tl.store(keys + target, k.to(ring.k.dtype.element_ty), mask=mask)
-
     beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
     beta = tl.load(beta, mask=new, other=0.0)
-
-    # What the state and the records before the window contribute, [BV, BT].
-    factor = row_factor(read, slot, state_row, in_rows, V, READ)[:, None]
-    predicted, answer = factor * tl.trans(k_state), factor * tl.trans(q_state)
+    k = load_rows(new_k, token, tokens.k_token, new, column, in_k)  # [BT, BK]
+    k = as_held(k, tokens.k, ring.k)
+    q = load_rows(new_q, token, tokens.q_token, new, column, in_k)
+    g = load_rows(new_g, token, tokens.g_token, new, column, in_k)
+    so_far = sums_before(g, SUMS)  # from the start of the window
+    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    since = so_far  # the state
     if T < L:
-        u_past = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
-        predicted = exact_dot(u_past, past_k, predicted, FULL)
-        answer = exact_dot(u_past, past_q, answer, FULL)
+        past = record < count
+        g_past = load_rows(gates, record, K, past, column, in_k)  # [BL, BK]
+        k_past = load_rows(keys, record, K, past, column, in_k)
+        since += tl.sum(g_past, 0)[None, :]
+        k_past *= tl.exp(sums_after(g_past, SUMS))
+        within = tl.exp(so_far)
+        past_k = exact_dot(k_past, tl.trans(k * within), past_k, FULL)
+        past_q = exact_dot(k_past, tl.trans(q * within), past_q, FULL)
+    since_state += ((row * HV + head) * T + token[:, None]) * K + column[None, :]
+    tl.store(since_state, tl.exp(since), mask=new[:, None] & in_k[None, :])
 
-    # What the window's tokens write, each on top of the earlier ones.
-    v = tokens.v + row * tokens.v_row + head * V
-    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
-    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
-    u = substitute(beta[None, :] * (v - predicted), k_k * beta[None, :], T, BT)  # [BV, BT]
-    answer = exact_dot(u, k_q, answer, FULL)
-    # A ring without room is a caller's mistake; no number may come of it.
-    tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
+    k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    k_k, k_q = pair_weights(
+        new_k, tokens.k_token, new_q, tokens.q_token, new_g, tokens.g_token,
+        ring.k, T, column, in_k, k_k, k_q,
+    )  # fmt: skip
+    scaled = tl.where(token[:, None] == token[None, :], beta[None, :], 0.0)
+    solve = substitute(scaled, k_k * beta[None, :], T, BT)
+    solve_own = exact_dot(solve, k_q, tl.zeros([BT, BT], tl.float32), FULL)
+    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
+    from_state = tl.full([BT], 1.0, tl.float32)
+    store_weights(weights, solve, solve_own, past_k, past_q, from_state, BT, BL)
 
-    if tile == 0:
-        if ring.beta is not None:
-            tl.store(ring.beta + first + here, beta, mask=fits)
-    target = (first + here)[None, :] * V + value[:, None]
-    written = in_v[:, None] & fits[None, :]
-    tl.store(ring.u + target, u, mask=written)
-    if ring.v is not None:
-        tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
+    here = count + token
+    fits = new & (here < L)
+    target = here[:, None] * K + column[None, :]
+    mask = fits[:, None] & in_k[None, :]
+    tl.store(gates + target, g, mask=mask)
+    if head % (HV // HK) == 0:
+        tl.store(keys + target, k.to(ring.k.dtype.element_ty), mask=mask)
+    if ring.beta is not None:
+        tl.store(ring.beta + first + here, beta, mask=fits)
 
 
 def window(
@@ -177,22 +134,21 @@ def window(
             f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
         )
     launch = launch or default_launch("window", policy, constants, batch)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    window_kernel[(launch.tiles(constants), constants["HV"], batch)](
-        out,
+    constants = window_sizes(constants, count)
+    device = inputs.v.device
+    weights = new_weights(constants, batch, device)
+    shape = (batch, constants["HV"], count, constants["K"])
+    since_state = torch.empty(shape, dtype=torch.float32, device=device)
+    weigh_kernel[(constants["HV"], batch)](
+        weights,
+        since_state,
         tokens,
         ring,
         cursors,
-        stored(read),
-        T=count,
         **constants,
-        **pieces(policy.read_storage, constants),
-        READ=policy.read_storage,
         SUMS=precision_of(torch.float32, torch.bfloat16),
-        KEYS_STATE=precision_of(torch.float32, unscaled_dtype(policy.read_storage)),
-        FULL=precision_of(torch.float32, torch.float32),
-        **launch.options(),
-        BV=launch.block_v,
-        BT=power_of_two(count),
+        FULL=halves_of(torch.float32, torch.float32),
+        BK=power_of_two(constants["K"]),
+        num_warps=4,
     )
-    return out
+    return apply(read, ring, policy, cursors, tokens, weights, since_state, constants, launch)
