@@ -327,9 +327,10 @@ class Lockstep:
         assert self._probe is not None, "this lockstep was made without a probe"
         return self._probe.measure()
 
-    def saturated(self, layer: int) -> Tensor:
-        """Elements that saturated when written so far, int64 [arms, prompts]."""
-        return torch.stack(self._stream.session.saturated(layer)[: len(self.arms)])
+    def saturated(self) -> Tensor:
+        """Elements that saturated when written so far, of all layers: int64 [arms, prompts]."""
+        counts = (self._stream.session.saturated(layer)[: len(self.arms)] for layer in self.layers)
+        return sum(torch.stack(count).to(self.adapter.device) for count in counts)
 
     def effective(self) -> dict:
         """What is really in effect, read back: for provenance, never for a label.

@@ -249,8 +249,7 @@ def _measure_batch(spec, subject, tokens, folder, batch, prompts, bar, chunk_tok
     with ThreadPoolExecutor(max_workers=1) as writer:
         written = writer.submit(lambda: None)
         for logits, targets in _windows(spec, engine, text, position):
-            saturated = sum(engine.saturated(layer) for layer in engine.layers)[1:]
-            stretch.add(logits, targets, saturated)
+            stretch.add(logits, targets, engine.saturated()[1:])
             bar.update(stretch.stop - position)
             position = stretch.stop
             if position in measured_at:

@@ -97,7 +97,7 @@ class FakeLockstep:
                 output_error=error / 2,
                 state_norm=torch.ones_like(error),
                 underflowed=torch.zeros_like(error),
-                saturated=self.saturated(layer),
+                saturated=self._saturated_at(layer),
                 log_decay=decay,
                 writes=torch.full_like(error, 1.0 + self.position / 16).double(),
             )
@@ -106,7 +106,10 @@ class FakeLockstep:
 
     layers = (0, 1)
 
-    def saturated(self, layer):
+    def saturated(self):
+        return sum(self._saturated_at(layer) for layer in self.layers)
+
+    def _saturated_at(self, layer):
         """Grows along the text for FP16 arms only."""
         fp16 = [False] + [arm.policy.checkpoint.label == "fp16" for arm in self.arms]
         counts = torch.tensor(fp16) * (self.position // 32 + layer)
