@@ -10,7 +10,8 @@ the state, U the past records, and what is left of the state at each token in `f
 
 `solve` is diag(β) (I + A)^-1 of the triangular system of the window's tokens; its entries are
 products of contractions, at most 1. Where channels decay each by itself, k and q do before they
-meet the state: `since_state` then has that, and `from_state` is 1.
+meet the state: `from_state` is 1, and `decays` has that of each token since the start of the
+window and, last, that of the state up to there.
 
 Legend: triton_tiles.py.
 """
@@ -40,7 +41,7 @@ def apply_kernel(
     cursors,  # Cursors
     read,  # Stored
     weights,  # of `new_weights`
-    since_state,  # [B, HV, T, K] FP32 decays of k and q, or None
+    decays,  # [B, HV, T + 1, K] FP32, or None
     T: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -92,10 +93,11 @@ def apply_kernel(
         k = as_held(k, tokens.k, ring.k)
         q = tokens.q + row * tokens.q_row + key_head * K
         q = load_rows(q, token, tokens.q_token, new, column, column < K)
-        if since_state is not None:
-            decays = since_state + (row * HV + head) * T * K
-            decays = load_rows(decays, token, K, new, column, column < K)
-            k, q = k * decays, q * decays
+        if decays is not None:
+            at = decays + (row * HV + head) * (T + 1) * K
+            decay = tl.load(at + T * K + column, mask=column < K, other=0.0)[None, :]
+            decay = decay * load_rows(at, token, K, new, column, column < K)
+            k, q = k * decay, q * decay
         s = load_unscaled(  # [BV, PIECE]
             read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
         )
@@ -172,18 +174,18 @@ def apply(
     cursors: Cursors,
     tokens: Tokens,
     weights: Tensor,
-    since_state: Tensor | None,
+    decays: Tensor | None,
     constants: dict[str, int],
     launch: Launch,
 ) -> Tensor:
     """Outputs [B, T, HV, V] FP32 of a window whose `weights` are known; writes u and v to `ring`.
 
-    since_state: [B, HV, T, K] FP32 decays of k and q, or None. constants: of `window_sizes`.
+    decays: [B, HV, T + 1, K] FP32, or None. constants: of `window_sizes`.
     """
     out = torch.empty(tokens.v.shape, dtype=torch.float32, device=tokens.v.device)
     readers = torch.promote_types(ring.k.dtype, tokens.q.dtype)
-    if since_state is not None:
-        readers = since_state.dtype
+    if decays is not None:
+        readers = decays.dtype
     apply_kernel[(launch.tiles(constants), constants["HV"], tokens.v.shape[0])](
         out,
         tokens,
@@ -191,7 +193,7 @@ def apply(
         cursors,
         stored(read),
         weights,
-        since_state,
+        decays,
         **constants,
         **pieces(policy.read_storage, constants),
         READ=policy.read_storage,

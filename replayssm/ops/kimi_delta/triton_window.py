@@ -30,15 +30,17 @@ from replayssm.ops.gated_delta.triton_launch import (
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows, substitute
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.kimi_delta.triton_launch import default_launch
-from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after, sums_before
+from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after
 from replayssm.ops.triton_common import Cursors, exact_dot, halves_of, precision_of
 from replayssm.policy import PrecisionPolicy
+
+_MOST_UNROLLED = tl.constexpr(16)
 
 
 @triton.jit
 def weigh_kernel(
     weights,  # of `triton_apply.new_weights`
-    since_state,  # [B, HV, T, K] FP32
+    decays,  # [B, HV, T + 1, K] FP32, see `triton_apply`
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
@@ -50,66 +52,132 @@ def weigh_kernel(
     L: tl.constexpr,
     SUMS: tl.constexpr,  # precision of sums of gates
     FULL: tl.constexpr,  # of products of FP32 operands
+    COLUMNS: tl.constexpr,  # of past keys that are read at a time
     BK: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Grid (HV, B): weights of a head, and all of its record that is not in rows of the state."""
+    """Grid (HV, B): weights of a head, and all of its record that is not in rows of the state.
+
+    One warp: all that is added over lanes is added by shuffles, and nobody waits at a barrier.
+    """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     if slot < 0:
         return
-    token, record, column = tl.arange(0, BT), tl.arange(0, BL), tl.arange(0, BK)
-    new, in_k = token < T, column < K
+    token, record = tl.arange(0, BT), tl.arange(0, BL)
+    new = token < T
     count = tl.load(cursors.pos + slot).to(tl.int32)
     key_head = head // (HV // HK)
     first = (slot * HV + head) * L  # this head's oldest record
     keys, gates = ring.k + (slot * HK + key_head) * L * K, ring.g + first * K
+    here = count + token
+    fits = new & (here < L)
     new_k = tokens.k + row * tokens.k_row + key_head * K
     new_q = tokens.q + row * tokens.q_row + key_head * K
     new_g = tokens.g + row * tokens.g_row + head * K
     beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
     beta = tl.load(beta, mask=new, other=0.0)
-    k = load_rows(new_k, token, tokens.k_token, new, column, in_k)  # [BT, BK]
-    k = as_held(k, tokens.k, ring.k)
-    q = load_rows(new_q, token, tokens.q_token, new, column, in_k)
-    g = load_rows(new_g, token, tokens.g_token, new, column, in_k)
-    so_far = sums_before(g, SUMS)  # from the start of the window
-    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
-    since = so_far  # the state
-    if T < L:
-        past = record < count
-        g_past = load_rows(gates, record, K, past, column, in_k)  # [BL, BK]
-        k_past = load_rows(keys, record, K, past, column, in_k)
-        since += tl.sum(g_past, 0)[None, :]
-        k_past *= tl.exp(sums_after(g_past, SUMS))
-        within = tl.exp(so_far)
-        past_k = exact_dot(k_past, tl.trans(k * within), past_k, FULL)
-        past_q = exact_dot(k_past, tl.trans(q * within), past_q, FULL)
-    since_state += ((row * HV + head) * T + token[:, None]) * K + column[None, :]
-    tl.store(since_state, tl.exp(since), mask=new[:, None] & in_k[None, :])
+    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
+    decays += (row * HV + head) * (T + 1) * K
 
-    k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    k_k, k_q = pair_weights(
-        new_k, tokens.k_token, new_q, tokens.q_token, new_g, tokens.g_token,
-        ring.k, T, column, in_k, k_k, k_q,
-    )  # fmt: skip
+    column = tl.arange(0, BK)
+    square = token[:, None] * BT + token[None, :]
+    _store_decays(decays, new_g, tokens.g_token, T, K, BK)
+    if T <= _MOST_UNROLLED:
+        # In place of `solve` and `solve_own`, which will be made from these.
+        _store_pairs(
+            weights, weights + BT * BT, new_k, tokens.k_token, new_q, tokens.q_token,
+            new_g, tokens.g_token, ring.k, T, K, BK, BT,
+        )  # fmt: skip
+    tl.debug_barrier()  # what was stored is read below
+
+    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    past = record < count
+    for start in tl.static_range(0, K, COLUMNS):
+        part = start + tl.arange(0, COLUMNS)
+        in_k = part < K
+        k = load_rows(new_k, token, tokens.k_token, new, part, in_k)  # [BT, COLUMNS]
+        k = as_held(k, tokens.k, ring.k)
+        before = tl.zeros([COLUMNS], tl.float32)  # from the state to the window
+        if T < L:
+            q = load_rows(new_q, token, tokens.q_token, new, part, in_k)
+            within = load_rows(decays, token, K, new, part, in_k)
+            g_past = load_rows(gates, record, K, past, part, in_k)  # [BL, COLUMNS]
+            k_past = load_rows(keys, record, K, past, part, in_k)
+            before = tl.sum(g_past, 0)
+            k_past *= tl.exp(sums_after(g_past, SUMS))
+            past_k = exact_dot(k_past, tl.trans(k * within), past_k, FULL)
+            past_q = exact_dot(k_past, tl.trans(q * within), past_q, FULL)
+        tl.store(decays + T * K + part, tl.exp(before), mask=in_k)
+        target = here[:, None] * K + part[None, :]
+        mask = fits[:, None] & in_k[None, :]
+        g = load_rows(new_g, token, tokens.g_token, new, part, in_k)
+        tl.store(gates + target, g, mask=mask)
+        if head % (HV // HK) == 0:
+            tl.store(keys + target, k.to(ring.k.dtype.element_ty), mask=mask)
+
+    if T <= _MOST_UNROLLED:
+        known = new[None, :] & (token[:, None] <= token[None, :])
+        k_k = tl.load(weights + square, mask=known & (token[:, None] < token[None, :]), other=0.0)
+        k_q = tl.load(weights + BT * BT + square, mask=known, other=0.0)
+        tl.debug_barrier()  # others may still read what is overwritten below
+    else:
+        k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+        k_k, k_q = pair_weights(
+            new_k, tokens.k_token, new_q, tokens.q_token, new_g, tokens.g_token,
+            ring.k, T, column, column < K, k_k, k_q,
+        )  # fmt: skip
     scaled = tl.where(token[:, None] == token[None, :], beta[None, :], 0.0)
     solve = substitute(scaled, k_k * beta[None, :], T, BT)
     solve_own = exact_dot(solve, k_q, tl.zeros([BT, BT], tl.float32), FULL)
-    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
-    from_state = tl.full([BT], 1.0, tl.float32)
-    store_weights(weights, solve, solve_own, past_k, past_q, from_state, BT, BL)
-
-    here = count + token
-    fits = new & (here < L)
-    target = here[:, None] * K + column[None, :]
-    mask = fits[:, None] & in_k[None, :]
-    tl.store(gates + target, g, mask=mask)
-    if head % (HV // HK) == 0:
-        tl.store(keys + target, k.to(ring.k.dtype.element_ty), mask=mask)
+    store_weights(weights, solve, solve_own, past_k, past_q, tl.full([BT], 1.0, tl.float32), BT, BL)
     if ring.beta is not None:
         tl.store(ring.beta + first + here, beta, mask=fits)
+
+
+@triton.jit
+def _store_decays(decays, gates, gate_stride, T: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """From the start of the window to each of its tokens, for every channel."""
+    column = tl.arange(0, BK)
+    so_far = tl.zeros([BK], tl.float32)
+    for i in tl.static_range(T):
+        so_far += tl.load(gates + i * gate_stride + column, mask=column < K, other=0.0)
+        tl.store(decays + i * K + column, tl.exp(so_far), mask=column < K)
+
+
+@triton.jit
+def _store_pairs(
+    k_k,
+    k_q,
+    keys,
+    key_stride,
+    queries,
+    query_stride,
+    gates,
+    gate_stride,
+    ring_keys,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """`pair_weights` of T tokens in memory, at k_k and k_q [BT, BT], every pair by itself: no more
+    of them than there are are computed."""
+    column = tl.arange(0, BK)
+    in_k = column < K
+    past = ()
+    for i in tl.static_range(T):
+        a = tl.exp(tl.load(gates + i * gate_stride + column, mask=in_k, other=0.0))
+        k = as_held(tl.load(keys + i * key_stride + column, mask=in_k, other=0.0), keys, ring_keys)
+        q = tl.load(queries + i * query_stride + column, mask=in_k, other=0.0).to(tl.float32)
+        decayed = ()
+        for j in tl.static_range(i):
+            decayed = decayed + (past[j] * a,)
+            tl.store(k_k + j * BT + i, tl.sum(decayed[j] * k, 0))
+            tl.store(k_q + j * BT + i, tl.sum(decayed[j] * q, 0))
+        tl.store(k_q + i * BT + i, tl.sum(k * q, 0))
+        past = decayed + (k,)
 
 
 def window(
@@ -137,18 +205,19 @@ def window(
     constants = window_sizes(constants, count)
     device = inputs.v.device
     weights = new_weights(constants, batch, device)
-    shape = (batch, constants["HV"], count, constants["K"])
-    since_state = torch.empty(shape, dtype=torch.float32, device=device)
+    shape = (batch, constants["HV"], count + 1, constants["K"])
+    decays = torch.empty(shape, dtype=torch.float32, device=device)
     weigh_kernel[(constants["HV"], batch)](
         weights,
-        since_state,
+        decays,
         tokens,
         ring,
         cursors,
         **constants,
         SUMS=precision_of(torch.float32, torch.bfloat16),
         FULL=halves_of(torch.float32, torch.float32),
+        COLUMNS=32,
         BK=power_of_two(constants["K"]),
-        num_warps=4,
+        num_warps=1,
     )
-    return apply(read, ring, policy, cursors, tokens, weights, since_state, constants, launch)
+    return apply(read, ring, policy, cursors, tokens, weights, decays, constants, launch)
