@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from replayssm.models.architectures import Architecture, find_architecture
 from replayssm.models.errors import UnsupportedInputError, UnsupportedModelError
 from replayssm.models.families import Family, get_family
+from replayssm.models.glue_layers import lay_side_by_side
 from replayssm.models.kv_cache import new_cache
 
 # The name changed between versions, and a wrong one is silently ignored by some models.
@@ -81,6 +82,8 @@ class Adapter:
             raise UnsupportedInputError(
                 f"{self.name!r}: some weights are offloaded; the model must fit on its devices"
             )
+        if fast:
+            lay_side_by_side(model)
         weight, bias = self.head.weight.detach(), self.head.bias
         self._head_weight = weight if fast else weight.float()
         self._head_bias = None if bias is None else bias.detach().float()

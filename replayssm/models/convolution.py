@@ -7,7 +7,6 @@ how many tokens a row keeps. Must not know recurrences, policies or why tokens a
 Shapes: B rows, C channels, W inputs that a convolution keeps, T tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +48,18 @@ class ConvolutionTape:
                 tape = states.new_zeros(*states.shape[:-1], states.shape[-1] + self._tokens)
                 slots[slot] = _Convolution(states=states, tape=tape)
         self._convolutions += slots.values()
-        layer.update_conv_state = self._noting(layer.update_conv_state, slots)
+        update = layer.update_conv_state
 
-    def _noting(self, update: Callable, slots: dict[int, _Convolution]) -> Callable:
-        def wrapper(conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        def note(conv_states: Tensor, state_idx: int = 0) -> None:
             if state_idx in slots:
                 self._note(slots[state_idx], conv_states, self._start)
+
+        def wrapper(conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+            note(conv_states, state_idx)
             return update(conv_states, state_idx=state_idx, **kwargs)
 
-        return wrapper
+        # `note_conv_inputs` is for code of ours that updates `conv_states` itself.
+        layer.update_conv_state, layer.note_conv_inputs = wrapper, note
 
     def _note(self, convolution: _Convolution, inputs: Tensor, start: int) -> None:
         start += convolution.width

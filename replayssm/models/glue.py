@@ -2,9 +2,9 @@
 
 Owns which modules and functions of the library these are, by the names of their classes, and that
 each gets the kernel with its own places of rounding (`ops/glue`). While `glue` is active for an
-adapter, its model's norms and gated MLPs run on them, and so do the convolutions of claimed layers.
-Whatever a table does not name, or is called in another way, stays the library's. Must not
-know policies or sessions.
+adapter, its model's norms run on them, and so do the convolutions of claimed layers; attention and
+MLPs are those of `glue_layers.py`. Whatever a table does not name, or is called in another way,
+stays the library's. Must not know policies or sessions.
 """
 
 import importlib
@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.glue_layers import (
+    SILU,
+    gated_attention,
+    gated_mlp,
+    plain_attention,
+    squared_mlp,
+)
 from replayssm.models.patching import replaced_forward, replaced_functions
 from replayssm.ops.capability import no_device
 
 if TYPE_CHECKING:
     from replayssm.models.adapter import Adapter
 
-_SILU = ("silu", "swish")
-_ACTIVATIONS = (None, *_SILU)  # of a convolution
+_ACTIVATIONS = (None, *SILU)  # of a convolution
 
 
 def _centred_norm(module: nn.Module, forward: Callable) -> Callable:
@@ -67,25 +73,20 @@ def _gate_then_norm(module: nn.Module, forward: Callable) -> Callable:
     return run
 
 
-def _gated_mlp(module: nn.Module, forward: Callable) -> Callable:
-    from replayssm.ops.glue.triton_glue import gated
-
-    if module.config.hidden_act not in _SILU:
-        return forward
-
-    def run(x: Tensor) -> Tensor:
-        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
-
-    return run
-
-
 # Class name -> what makes its forward, from the module and the forward it has.
 _MODULES: dict[str, Callable[[nn.Module, Callable], Callable]] = {
     "Qwen3_5RMSNorm": _centred_norm,
     "Qwen3_5RMSNormGated": _norm_then_gate,
-    "Qwen3_5MLP": _gated_mlp,
+    "Qwen3_5MLP": gated_mlp,
+    "Qwen3_5Attention": gated_attention,
+    "Qwen3_5MoeRMSNorm": _centred_norm,
+    "Qwen3_5MoeRMSNormGated": _norm_then_gate,
+    "Qwen3_5MoeMLP": gated_mlp,
+    "Qwen3_5MoeAttention": gated_attention,
     "NemotronHRMSNorm": _norm,
     "NemotronHRMSNormGated": _gate_then_norm,
+    "NemotronHMLP": squared_mlp,
+    "NemotronHAttention": plain_attention,
 }
 
 

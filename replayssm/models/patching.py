@@ -28,6 +28,8 @@ from replayssm.models.errors import HookNotLiveError, UnsupportedInputError
 # call(function name, args, kwargs) -> what the replaced function would have returned
 Call = Callable[[str, tuple, dict], Any]
 
+OPERATOR = "operator"  # what `reach_operator` calls; no function of a module has this name
+
 _ABSENT = object()
 _lock = threading.RLock()
 # (module name, function name) -> [original, number of active patches, dispatcher]
@@ -126,6 +128,15 @@ def _make_dispatcher(name: str, original: Callable) -> Callable:
     return dispatcher
 
 
+def reach_operator(inputs: Any, *, continued: bool) -> Tensor:
+    """What the claimed layer that is running has for its recurrence, from inputs of the operator: a
+    `body` (see `claimed_layer`) calls it once, as library code calls a replaced function.
+    """
+    running = _running.stack[-1]
+    running.reached += 1
+    return running.call(OPERATOR, (inputs,), {"continued": continued})
+
+
 def _make_side_dispatcher(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def dispatcher(*args: Any, **kwargs: Any) -> Any:
@@ -177,10 +188,16 @@ def never_one_token(forward: Callable) -> Callable:
 
 @contextmanager
 def claimed_layer(
-    mixer: nn.Module, call: Call, *, where: str, aside: Mapping[str, Callable] | None = None
+    mixer: nn.Module,
+    call: Call,
+    *,
+    where: str,
+    aside: Mapping[str, Callable] | None = None,
+    body: Callable[[nn.Module, Callable], Callable] | None = None,
 ):
     """While active, the recurrence of this layer instance goes to `call`, and side functions to
-    those of `aside`, by name, which get the original as their first argument.
+    those of `aside`, by name, which get the original as their first argument. `body` makes what is
+    run in place of its forward, from the layer and that; it calls `reach_operator`.
 
     Refuses what would make the numbers wrong without an error: padding inside a row and a layer
     that finishes without its recurrence having reached us (exactly once).
@@ -193,6 +210,7 @@ def claimed_layer(
                 f"{where}: the layer's forward takes no attention_mask; unknown version"
             )
         mask_index = list(parameters).index("attention_mask")
+        run = forward if body is None else body(mixer, forward)
 
         @functools.wraps(forward)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +223,7 @@ def claimed_layer(
             running = _LayerCall(call, aside or {})
             _running.stack.append(running)
             try:
-                out = forward(*args, **kwargs)
+                out = run(*args, **kwargs)
             finally:
                 _running.stack.pop()
             if running.reached != 1:

@@ -26,8 +26,10 @@ from replayssm.models.adapter import Adapter, RecurrentLayer
 from replayssm.models.attention import shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
 from replayssm.models.glue import SIDE_FUNCTIONS, glue
+from replayssm.models.glue_layers import RECURRENT
 from replayssm.models.invariance import invariant_order
 from replayssm.models.patching import (
+    OPERATOR,
     claimed_layer,
     never_one_token,
     replaced_forward,
@@ -160,8 +162,12 @@ class ReplaySession:
                 layer = state.layer
                 where = f"{self.adapter.name!r} layer {layer.index} ({layer.name})"
                 call = self._make_call(state)
-                aside = SIDE_FUNCTIONS if self.adapter.fast else None
-                stack.enter_context(claimed_layer(layer.mixer, call, where=where, aside=aside))
+                aside = body = None
+                if self.adapter.fast:
+                    aside, body = SIDE_FUNCTIONS, RECURRENT.get(type(layer.mixer).__name__)
+                stack.enter_context(
+                    claimed_layer(layer.mixer, call, where=where, aside=aside, body=body)
+                )
                 faulty = getattr(layer.mixer, self.adapter.architecture.one_token_fault or "", None)
                 if faulty is not None and not isinstance(faulty, nn.Identity):
                     stack.enter_context(replaced_forward(faulty, never_one_token))
@@ -187,6 +193,8 @@ class ReplaySession:
             return self._run_layer(state, inputs, continued=continued)
 
         def call(name: str, args: tuple, kwargs: dict) -> Any:
+            if name == OPERATOR:
+                return execute(*args, **kwargs)
             return family.call(name, mixer, execute, args, kwargs)
 
         return call

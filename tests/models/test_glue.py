@@ -7,20 +7,29 @@ import torch
 from tiny_models import TINY_ARCHITECTURES, random_tokens, tiny_model
 
 from replayssm.engine.stream import Stream
-from replayssm.models import Adapter, glue
+from replayssm.models import Adapter, attention, glue, glue_layers
+from replayssm.models.convolution import ConvolutionTape
 from replayssm.models.errors import UnsupportedInputError
+from replayssm.models.kv_cache import cache_tensors
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.ops import capability
-from replayssm.ops.glue import triton_glue
+from replayssm.ops.glue import triton_glue, triton_layers
 from replayssm.policy import parse_policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-KERNELS = ("rms_norm", "convolution_step", "convolution", "gated", "unit_vectors", "step_size")
-# What the tables name for an architecture: its kernels.
+KERNELS = {
+    triton_glue: ("rms_norm", "convolution_step", "convolution", "gated", "unit_vectors")
+    + ("step_size", "squared_relu"),
+    triton_layers: ("delta_inputs", "scan_inputs", "rotated_heads"),
+}
+# What the tables name for an architecture: its kernels. (On the CPU attention is the library's.)
+ATTENDS = {"rotated_heads"} if DEVICE == "cuda" else set()
+DELTA = {"rms_norm", "convolution", "gated", "unit_vectors", "delta_inputs", *ATTENDS}
 USED = {
-    "qwen3_5": {"rms_norm", "convolution_step", "convolution", "gated", "unit_vectors"},
-    "nemotron_h": {"rms_norm", "convolution_step", "convolution", "step_size"},
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA,
+    "nemotron_h": {"rms_norm", "convolution", "step_size", "squared_relu", "scan_inputs"},
 }
 GROUP = RowGroup(policy=parse_policy("fp32@4"), sequences=(0, 1), seeds=(0, 0))
 
@@ -45,14 +54,14 @@ def relative(a, b):
 def called(monkeypatch):
     """Names of the kernels that were launched."""
     names = set()
-    for name in KERNELS:
-        right = getattr(triton_glue, name)
+    for module, name in ((module, name) for module, found in KERNELS.items() for name in found):
+        right = getattr(module, name)
 
         def noted(*args, _name=name, _right=right, **kwargs):
             names.add(_name)
             return _right(*args, **kwargs)
 
-        monkeypatch.setattr(triton_glue, name, noted)
+        monkeypatch.setattr(module, name, noted)
     return names
 
 
@@ -70,6 +79,63 @@ def test_known_architectures_run_on_kernels(name, dtype, called):
     got = decoded(Adapter(model, fast=True))
     assert called == USED[name]
     assert relative(got, wanted) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_attention_by_kernels(name, dtype, called, monkeypatch):
+    """As on a GPU: no mask, norms and rotation in one kernel."""
+    model = copy_of(name).to(dtype)
+    monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
+    wanted = decoded(Adapter(model))
+    got = decoded(Adapter(model, fast=True))
+    assert called == USED[name] | ({"rotated_heads"} if name == "qwen3_5" else set())
+    assert relative(got, wanted) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_a_tape_hears_of_windows(name):
+    """What is rejected is wound back, though the library's update of convolutions is not called."""
+    model = copy_of(name)
+
+    def after_a_rejection(adapter):
+        stream = Stream(adapter, [GROUP], source=range(2), capacity=16)
+        text = random_tokens(2, 12).to(DEVICE)
+        with torch.inference_mode():
+            stream.prefill(text[:, :5])
+            stream.hand_over()
+            tape = ConvolutionTape(stream.cache, tokens=4)
+            for start, tokens in ((0, 3), (3, 1)):
+                tape.before(start, tokens)
+                stream.step(text[:, 5 + start : 5 + start + tokens])
+                tape.after(start, tokens)
+            tape.keep(torch.tensor([1, 4]))
+        return [t for name, t in cache_tensors(stream.cache).items() if ".conv." in name]
+
+    wanted, got = (after_a_rejection(Adapter(model, fast=fast)) for fast in (False, True))
+    assert wanted
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_projections_side_by_side():
+    """One product for those of the same input, of weights that are what they were; projections by
+    themselves, where the weights were moved since.
+    """
+    model = copy_of("qwen3_5")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Adapter(model, fast=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    mixer = model.model.layers[0].linear_attn
+    x = torch.randn(2, 1, 64, device=DEVICE)
+    parts = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+    got = glue_layers.projected(x, mixer)
+    assert all(part.stride(0) == sum(len(p.weight) for p in parts) for part in got)
+    for part, projection in zip(got, parts, strict=True):
+        assert torch.allclose(part, projection(x), atol=1e-6)
+    mixer.in_proj_z.weight.data = mixer.in_proj_z.weight.data.clone()
+    for part, projection in zip(glue_layers.projected(x, mixer), parts, strict=True):
+        assert torch.equal(part, projection(x))
 
 
 @pytest.mark.parametrize("name", [name for name in TINY_ARCHITECTURES if name not in USED])

@@ -20,8 +20,16 @@ _ELEMENTS = 1024  # of a program of an elementwise kernel
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), with the relative accuracy of e^x where that is small; x from 20 on."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    one = 1 + e
+    return tl.where(x > 20.0, x, tl.where(one == 1, e, tl.log(one) * (e / (one - 1))))
 
 
 @triton.jit
@@ -30,21 +38,27 @@ def norm_kernel(
     x, gate, weight,                    # [N, D], [N, D] or None, [D]
     x_row, gate_row, D, eps,
     GROUP: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ROUNDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, D / GROUP)."""
     row, element = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = element < GROUP, tl.program_id(1) * GROUP + element
-    value = tl.load(x + row * x_row + at, mask=inside, other=0).to(tl.float32)
+    value = tl.load(x + row * x_row + at, mask=inside, other=0)
+    if NARROW:
+        value = value.to(out.dtype.element_ty)
+    value = value.to(tl.float32)
     if gate is not None:
-        gates = _silu(tl.load(gate + row * gate_row + at, mask=inside, other=0).to(tl.float32))
+        gates = silu(tl.load(gate + row * gate_row + at, mask=inside, other=0).to(tl.float32))
         if EARLY:
             value *= gates
     value *= tl.rsqrt(tl.sum(value * value, 0) / GROUP + eps)
-    factor = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    factor_at = weight + element if SHARED else weight + at
+    factor = tl.load(factor_at, mask=inside, other=0).to(tl.float32)
     if CENTRED:
         factor += 1
-    if ROUNDS:
+    if ROUNDS and NARROW:
+        value = value.to(out.dtype.element_ty).to(tl.float32)
+    elif ROUNDS:
         value = value.to(x.dtype.element_ty).to(tl.float32)
     value *= factor
     if gate is not None:
@@ -63,8 +77,10 @@ def rms_norm(
     group: int | None = None,
     centred: bool = False,
     rounds: bool = False,
+    dtype: torch.dtype | None = None,
+    narrow: bool = False,
 ) -> Tensor:
-    """x [.., D] over its root mean square, times `weight` [D], like x; sums in FP32.
+    """x [.., D] over its root mean square, times `weight` [D or group], like x; sums in FP32.
 
     Args:
         gate: like x, of which the SiLU multiplies x `gated` "before" the norm, or "after" it.
@@ -72,6 +88,7 @@ def rms_norm(
         centred: the factor is 1 + weight.
         rounds: the normalised value is rounded to x's dtype before it is multiplied, and the
             product to that of the result (x's and weight's, promoted) before a gate.
+        dtype: of the result, if another than that. narrow: x is first rounded to it.
 
     Raises:
         ValueError: `group` does not divide D, or `gated` is neither "before" nor "after".
@@ -83,7 +100,9 @@ def rms_norm(
     if gated not in (BEFORE, AFTER):
         raise ValueError(f"gated is {gated!r}, allowed are {BEFORE!r} and {AFTER!r}")
     rows = x.reshape(-1, D)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if rounds and gated == BEFORE else x.dtype
+    if dtype is None:
+        early = rounds and gated == BEFORE
+        dtype = torch.promote_types(x.dtype, weight.dtype) if early else x.dtype
     gates = None if gate is None else gate.reshape(-1, D)
     out = torch.empty(rows.shape, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(group)
@@ -100,6 +119,8 @@ def rms_norm(
         CENTRED=centred,
         EARLY=gated == BEFORE,
         ROUNDS=rounds,
+        NARROW=narrow,
+        SHARED=len(weight) == group,
         BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
     )
@@ -111,19 +132,15 @@ def _dense_rows(rows: Tensor) -> Tensor:
 
 
 @triton.jit
-def convolution_kernel(
-    out,                                # [B, C]
-    x, state, weight, bias,             # [B, C], [B, C, W], [C, W], [C] or None
-    C, x_row, x_channel,
-    W: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def convolved(
+    new, state, weight, bias,           # [C] at `channel`, [C, W], [C, W], [C] or None
+    channel, inside,
+    W: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Grid (C / BLOCK, B)."""
-    row = tl.program_id(1).to(tl.int64)
-    channel, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
-    inside = channel < C
+    """The output of a causal convolution after one more input; `state` takes it in, in place."""
+    tap = tl.arange(0, WIDTH)[None, :]
     here = inside[:, None] & (tap < W)
-    new = tl.load(x + row * x_row + channel * x_channel, mask=inside, other=0)
-    at = state + (row * C + channel)[:, None] * W + tap
+    at = state + channel[:, None] * W + tap
     old = tl.load(at + 1, mask=here & (tap < W - 1), other=0)
     window = tl.where(tap == W - 1, new[:, None], old)
     tl.debug_barrier()  # everybody has read what others overwrite
@@ -132,9 +149,25 @@ def convolution_kernel(
     value = tl.sum(window.to(tl.float32) * taps, 1)
     if bias is not None:
         value += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)
-    value = value.to(out.dtype.element_ty)
+    value = value.to(new.dtype)
     if SILU:
-        value = _silu(value.to(tl.float32)).to(out.dtype.element_ty)
+        value = silu(value.to(tl.float32)).to(new.dtype)
+    return value
+
+
+@triton.jit
+def convolution_kernel(
+    out,                                # [B, C]
+    x, state, weight, bias,             # [B, C], [B, C, W], [C, W], [C] or None
+    C, x_row, x_channel,
+    W: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (C / BLOCK, B)."""
+    row = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    new = tl.load(x + row * x_row + channel * x_channel, mask=inside, other=0)
+    value = convolved(new, state + row * C * W, weight, bias, channel, inside, W, WIDTH, SILU)
     tl.store(out + row * C + channel, value, mask=inside)
 
 
@@ -191,7 +224,7 @@ def long_convolution_kernel(
         value += past.to(tl.float32) * taps[:, None]
     value = value.to(out.dtype.element_ty)
     if SILU:
-        value = _silu(value.to(tl.float32)).to(out.dtype.element_ty)
+        value = silu(value.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + (row * T + token[None, :]) * C + channel[:, None], value, mask=here)
 
 
@@ -259,32 +292,69 @@ def unit_vectors(x: Tensor, eps: float, *, scale: float = 1.0) -> Tensor:
 
 
 @triton.jit
-def gate_kernel(out, gate, x, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = _silu(tl.load(gate + at, mask=at < count, other=0).to(tl.float32))
-    value = value.to(out.dtype.element_ty).to(tl.float32)
-    value *= tl.load(x + at, mask=at < count, other=0).to(tl.float32)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+def gate_kernel(
+    out, gate, x,                       # [N, H, D] each
+    gate_row, gate_head, x_row, x_head, H, D, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, H, D / BLOCK)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    dtype: tl.constexpr = out.dtype.element_ty
+    value = tl.load(gate + row * gate_row + head * gate_head + at, mask=inside, other=0)
+    value = value.to(tl.float32)
+    value = silu(value) if SILU else 1 / (1 + tl.exp(-value))
+    value = value.to(dtype).to(tl.float32)
+    value *= tl.load(x + row * x_row + head * x_head + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + (row * H + head) * D + at, value.to(dtype), mask=inside)
 
 
-def gated(gate: Tensor, x: Tensor) -> Tensor:
-    """SiLU of `gate`, rounded to its dtype, times `x`: two dense tensors of one shape and dtype.
+def gated(gate: Tensor, x: Tensor, *, sigmoid: bool = False) -> Tensor:
+    """SiLU (or sigmoid) of `gate`, rounded to its dtype, times `x`: two tensors [N, .., D] of one
+    shape and dtype, at most 3 axes, whose last is dense; the result is.
 
     Raises:
         ValueError: they are not.
     """
     for name, tensor in (("gate", gate), ("x", x)):
-        if not tensor.is_contiguous():
+        if tensor.stride(-1) != 1 or tensor.dim() not in (2, 3):
             raise ValueError(
-                f"{name} {list(tensor.shape)} has strides {tensor.stride()}, not dense"
+                f"{name} {list(tensor.shape)} has strides {tensor.stride()}, not 2 or 3 of which "
+                "the last is 1"
             )
     if gate.shape != x.shape or gate.dtype != x.dtype:
         raise ValueError(
             f"gate is {gate.dtype} {list(gate.shape)}, x {x.dtype} {list(x.shape)}: must be alike"
         )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads, width = (1 if x.dim() == 2 else x.shape[1]), x.shape[-1]
+    block = min(_ELEMENTS, triton.next_power_of_2(width))
+    gate_kernel[(len(x), heads, triton.cdiv(width, block))](
+        out,
+        gate,
+        x,
+        *(gate.stride(0), gate.stride(-2), x.stride(0), x.stride(-2)),
+        *(heads, width),
+        SILU=not sigmoid,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+    )
+    return out
+
+
+@triton.jit
+def square_kernel(out, x, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.maximum(tl.load(x + at, mask=at < count, other=0).to(tl.float32), 0)
+    tl.store(out + at, (value * value).to(out.dtype.element_ty), mask=at < count)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) squared, of a dense tensor."""
+    assert x.is_contiguous()
     out = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), _ELEMENTS),)
-    gate_kernel[grid](out, gate, x, x.numel(), BLOCK=_ELEMENTS, num_warps=4)
+    square_kernel[grid](out, x, x.numel(), BLOCK=_ELEMENTS, num_warps=4)
     return out
 
 
@@ -302,10 +372,7 @@ def step_size_kernel(
     if bias is not None:
         value += tl.load(bias + head * bias_head, mask=inside, other=0).to(tl.float32)
     if SOFTPLUS:
-        # log(1 + e) with the relative accuracy of e, where it is small.
-        e = tl.exp(tl.minimum(value, 20.0))
-        one = 1 + e
-        value = tl.where(value > 20.0, value, tl.where(one == 1, e, tl.log(one) * (e / (one - 1))))
+        value = softplus(value)
     value = tl.minimum(tl.maximum(value, low), high)
     tl.store(out + row * H + head, value, mask=inside)
 
