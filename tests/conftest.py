@@ -8,11 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from interpreter import look_for_builtins_once  # noqa: E402
 from tiny_models import tiny_model as shared_tiny_model  # noqa: E402
 
 # Without a GPU kernels run in Triton's interpreter, which is chosen when triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    look_for_builtins_once()
 
 
 @pytest.fixture

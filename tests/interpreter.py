@@ -1,4 +1,9 @@
-"""When a test that forces kernels onto CPU tensors can run."""
+"""Triton's interpreter: when a test that forces kernels onto CPU tensors can run, and at what pace.
+
+Knows some of Triton's insides, and no kernel of ours.
+"""
+
+import inspect
 
 import pytest
 import torch
@@ -11,3 +16,35 @@ def needs_interpreter() -> None:
         pytest.skip("kernels are compiled for the GPU here")
     if triton.__version__.startswith("3.6"):
         pytest.skip("this interpreter loops over constants only (NumPy 2.4)")
+
+
+def look_for_builtins_once() -> None:
+    """Spare the interpreter a search through triton.language at every call of a device function.
+
+    It replaces Triton's operations when a kernel starts, and looks for what is left to replace
+    whenever the kernel calls a function: a third of the time of most tests, and there is never
+    anything left. What is replaced, and by what, stays as it is. A Triton that does this otherwise
+    is left alone.
+    """
+    try:
+        from triton.language.core import is_builtin
+        from triton.runtime import interpreter
+
+        arguments = list(inspect.signature(interpreter._patch_builtin).parameters)
+        replace = interpreter._patch_attr
+    except (ImportError, AttributeError):
+        return
+    if arguments != ["pkg", "builder", "scope"]:
+        return
+    found: dict[object, list[str]] = {}
+
+    def patch_builtin(pkg, builder, scope) -> None:
+        if pkg not in found:
+            found[pkg] = [name for name, value in inspect.getmembers(pkg) if is_builtin(value)]
+        for name in found[pkg]:
+            value = getattr(pkg, name)
+            if not is_builtin(value):  # all are replaced together
+                return
+            replace(pkg, name, value, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
