@@ -261,28 +261,6 @@ def glue_launches():
             narrow(ROWS, 16, 512)[..., 256:], narrow(ROWS, 16, 256), sigmoid=True
         ),
         "squared ReLU": lambda: triton_glue.squared_relu(narrow(ROWS, 12544)),
-        "before a delta rule": lambda: triton_layers.delta_inputs(
-            narrow(ROWS, 1, 12352)[..., :8192],
-            narrow(ROWS, 8192, 4),
-            narrow(8192, 4),
-            None,
-            (narrow(ROWS, 1, 32), narrow(ROWS, 1, 32)),
-            (narrow(32), narrow(32)),
-            key_heads=16,
-            value_width=128,
-            eps=1e-6,
-            scale=0.1,
-        ),
-        "before a scan": lambda: triton_layers.scan_inputs(
-            narrow(ROWS, 1, 9728),
-            narrow(ROWS, 9728, 4),
-            narrow(9728, 4),
-            narrow(9728),
-            narrow(ROWS, 1, 96),
-            (narrow(96), narrow(96), narrow(96)),
-            low=0.001,
-            high=float("inf"),
-        ),
         "rotated heads": lambda: triton_layers.rotated_heads(
             narrow(ROWS, 1, 16, 512)[..., :256],
             narrow(ROWS, 1, 4, 256),
@@ -291,6 +269,33 @@ def glue_launches():
             1e-6,
         ),
     }
+    for tokens in (1, 9):
+        calls |= {
+            f"before a delta rule, {tokens} tokens": lambda tokens=tokens: (
+                triton_layers.delta_inputs(
+                    narrow(ROWS, tokens, 12352)[..., :8192],
+                    narrow(ROWS, 8192, 4),
+                    narrow(8192, 4),
+                    None,
+                    (narrow(ROWS, tokens, 32), narrow(ROWS, tokens, 32)),
+                    (narrow(32), narrow(32)),
+                    key_heads=16,
+                    value_width=128,
+                    eps=1e-6,
+                    scale=0.1,
+                )
+            ),
+            f"before a scan, {tokens} tokens": lambda tokens=tokens: triton_layers.scan_inputs(
+                narrow(ROWS, tokens, 9728),
+                narrow(ROWS, 9728, 4),
+                narrow(9728, 4),
+                narrow(9728),
+                narrow(ROWS, tokens, 96),
+                (narrow(96), narrow(96), narrow(96)),
+                low=0.001,
+                high=float("inf"),
+            ),
+        }
     for name, call in calls.items():
         with compiling((triton_glue, triton_layers)) as results:
             call()
