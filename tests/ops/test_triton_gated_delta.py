@@ -134,6 +134,23 @@ def test_launch_parameters_change_no_number():
         other.commit(1, 1)
 
 
+@pytest.mark.parametrize("name", ["fp32", "fp16", "int8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_one_warp_multiplies_bf16_tokens_on_tensor_cores(name, width):
+    """Codes too, where their blocks fit: 4-bit ones, at widths that are powers of two."""
+    shape = dict(num_k_heads=1, num_v_heads=2, head_k_dim=width, head_v_dim=24)
+    pool = make_pool(name, shape, dtype=torch.bfloat16)
+    inputs = inputs_for(shape, 2, 2, ring=torch.bfloat16)
+    assert inputs.k.dtype == inputs.q.dtype == torch.bfloat16
+    want, _ = expected(values(pool.read, pool.policy.read_storage)[[2, 0]], inputs)
+    launch, outputs = Launch(block_v=32, num_warps=1), []
+    for token in range(2):
+        outputs.append(pool.run(take_tokens(inputs, token, token + 1), launch))
+        pool.commit(1, 1)
+    assert relative(torch.cat(outputs, 1).cpu(), want) < FP32_ACCURATE
+    assert torch.equal(pool.ring["k"][2, :, :2], inputs.k[0].transpose(0, 1))
+
+
 # ---- ring ------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,13 @@ from replayssm.ops.gated_delta.triton_launch import (
 )
 from replayssm.ops.gated_delta.triton_token import one_token
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.triton_common import Cursors, Ticket, count_arrival, move_if_last
+from replayssm.ops.triton_common import (
+    Cursors,
+    Ticket,
+    count_arrival,
+    move_if_last,
+    precision_of,
+)
 from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
@@ -58,6 +64,7 @@ def decode_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     AHEAD: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
@@ -74,7 +81,7 @@ def decode_kernel(
     count = tl.load(cursors.pos + slot).to(tl.int32)
     one_token(
         out, tokens, ring, cursors, read, row, slot, count, tile, head,
-        HK, HV, K, V, L, READ, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        HK, HV, K, V, L, READ, PRODUCTS, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
 
 
@@ -121,7 +128,7 @@ def step_kernel(
     programs = tl.num_programs(0) * tl.num_programs(1)
     before = one_token(
         out, tokens, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
-        HK, HV, K, V, L, READ, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        HK, HV, K, V, L, READ, None, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
     if pos != L - 1:
         move_if_last(cursors, slot, before, programs, pos + 1, None, THREADS)
@@ -177,7 +184,10 @@ def decode(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     batch = len(cursors.slots)
-    launch = launch or default_launch("decode", policy, constants, batch)
+    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (ring.k, inputs.k, inputs.q))
+    kernel = "decode_bf16" if bf16 else "decode"
+    launch = launch or default_launch(kernel, policy, constants, batch)
+    alone = launch.num_warps == 1 and not launch.ahead and constants["K"] % 32 == 0
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], batch)](
         out,
@@ -187,6 +197,7 @@ def decode(
         stored(read),
         **constants,
         **_reading(policy, ring, constants),
+        PRODUCTS=precision_of(ring.k.dtype, inputs.q.dtype) if bf16 and alone else None,
         AHEAD=launch.ahead,
         **launch.options(),
         BV=launch.block_v,

@@ -101,9 +101,11 @@ class Launch:
 
 
 # Value rows of a tile, warps, and where they are not Triton's own, stages and registers a thread;
-# by kernel and bits of an element of what is read.
+# by kernel and bits of an element of what is read. "decode_bf16": tokens and ring are BF16, and one
+# warp multiplies them on tensor cores.
 TABLE = {
     "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
+    "decode_bf16": {32: (32, 1), 16: (64, 1), 8: (64, 2), 4: (64, 1, 2, 128)},
     "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
     "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
@@ -118,7 +120,7 @@ def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
-    if kernel == "decode" and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
+    if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
     # A flush that takes all tiles of a head in turn gains nothing by more of them.
     in_turn = kernel == "flush" and scales_heads(policy)

@@ -10,6 +10,13 @@ Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
+from replayssm.ops.gated_delta.triton_products import (
+    has_groups,
+    keys_times,
+    load_both,
+    load_keys,
+    words_times,
+)
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
     decay,
@@ -46,6 +53,7 @@ def one_token(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
+    PRODUCTS: tl.constexpr,  # precision of products on tensor cores; None: on CUDA cores
     AHEAD: tl.constexpr,  # whether to load records before `count` says which exist
     COMMIT: tl.constexpr,  # threads of a program whose caller commits the token, and folds a ring
     # that it fills; None: it does neither
@@ -88,7 +96,13 @@ def one_token(
     asked = record < L if AHEAD else past
     keys = ring.k + (slot * HK + key_head) * L * K
     first = (slot * HV + head) * L  # this head's oldest record
-    old_keys = _load_keys(keys, record, asked, K, KEY_COLUMNS)
+    newest = record == count
+    if PRODUCTS is None:
+        old_keys = _load_old(keys, record, asked, K, KEY_COLUMNS)
+    else:
+        tl.static_assert(not AHEAD)
+        old_keys = load_keys(keys, k_at, record, past, newest, K)
+        both_vectors = load_both(k_at, q_at, K)
     u_past = load_rows(ring.u + first * V, record, V, asked, value, in_v)  # [BL, BV]
     g_past = tl.load(ring.g + first + record, mask=asked, other=0.0)  # [BL]
     if AHEAD:
@@ -96,14 +110,20 @@ def one_token(
         u_past = tl.where(past[:, None], u_past, 0.0)
         g_past = tl.where(past, g_past, 0.0)
 
-    newest = record == count
-    from_keys = _keys_times(old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD)
+    if PRODUCTS is None:
+        from_keys = _keys_times(
+            old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD
+        )
+    else:
+        from_keys = keys_times(old_keys, both_vectors, K, PRODUCTS)
     before = 0
     if COMMIT is not None:
         before = tl.zeros([COMMIT], tl.int32)
         if count != L - 1:  # and so every thread has the cursor before anyone counts
             before = count_arrival(cursors, slot, True, COMMIT)
-    if WORDS:
+    if WORDS and PRODUCTS is not None and has_groups(READ, K):
+        both = words_times(state, both_vectors, K, READ, PRODUCTS)
+    elif WORDS:
         k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
         q_parts = load_eighths(q_at, K, BK // 8)
         with_k = times_vector(state, k_parts, K, BK, READ)
@@ -147,7 +167,7 @@ def one_token(
 
 
 @triton.jit
-def _load_keys(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Keys as they lie, in parts [BL, COLUMNS]."""
     parts = ()
     for start in tl.static_range(0, K, COLUMNS):

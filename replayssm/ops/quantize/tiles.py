@@ -135,7 +135,7 @@ def values_of(loaded, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.const
         R: tl.constexpr = x.shape[0]
         SIZE: tl.constexpr = block_size(STORAGE)
         blocks = tl.reshape(x, [R, WIDTH // SIZE, SIZE])
-        s = _decode_block_scale(loaded[1], STORAGE)
+        s = decode_block_scale(loaded[1], STORAGE)
         if SCALES == "mx":
             blocks = blocks * s[:, :, None]
         else:
@@ -156,7 +156,7 @@ def unscaled_of(loaded, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.con
     else:
         R: tl.constexpr = x.shape[0]
         SIZE: tl.constexpr = block_size(STORAGE)
-        s = _decode_block_scale(loaded[1], STORAGE)
+        s = decode_block_scale(loaded[1], STORAGE)
         blocks = tl.reshape(x, [R, WIDTH // SIZE, SIZE]) * s[:, :, None]
         return tl.reshape(blocks, [R, WIDTH])
 
@@ -200,7 +200,7 @@ def _load_part(base, FIRST: tl.constexpr, COUNT: tl.constexpr, COLS: tl.constexp
 def times_vector(loaded, vector, COLS: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
     """Product [R] of the tile from `load_factor` with a vector from `load_vector_for`."""
     if reads_words(STORAGE, COLS):
-        result = _words_times_vector(loaded[0], _decode_block_scale(loaded[1], STORAGE), vector)
+        result = _words_times_vector(loaded[0], decode_block_scale(loaded[1], STORAGE), vector)
     elif reads_quarters(STORAGE):
         ELEMENT: tl.constexpr = element_of(STORAGE)
         FINITE: tl.constexpr = scales_of(STORAGE) != "none"
@@ -355,11 +355,11 @@ def _load_block_scale(
     SIZE: tl.constexpr = block_size(STORAGE)
     base = stored.scale + slot * stored.scale_slot
     codes = load_matrix(base, row, in_rows, (COLS + SIZE - 1) // SIZE, WIDTH // SIZE)
-    return _decode_block_scale(codes, STORAGE)
+    return decode_block_scale(codes, STORAGE)
 
 
 @triton.jit
-def _decode_block_scale(code, STORAGE: tl.constexpr):
+def decode_block_scale(code, STORAGE: tl.constexpr):
     if scales_of(STORAGE) == "mx":
         return power_of_two(code.to(tl.int32))
     else:
