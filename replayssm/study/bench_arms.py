@@ -190,8 +190,8 @@ def kept_in_a_cycle(arm: Arm, tokens: int) -> list[int]:
     return kept
 
 
-def verification(stream: Stream, tokens: Tensor, keep: int) -> Callable[[], None]:
-    """Read `tokens` [B, T], choose the token after each, keep the first `keep`.
+def verification(stream: Stream, tokens: Tensor) -> Callable[[], None]:
+    """Read `tokens` [B, T] and choose the token after each; nothing is kept of them yet.
 
     Winding back attention and convolutions, a gather a layer, is not part of it: all but the last
     of a cycle keep all they read.
@@ -204,9 +204,17 @@ def verification(stream: Stream, tokens: Tensor, keep: int) -> Callable[[], None
         with session:
             logits = adapter.forward(tokens, stream.cache, start=stream.position)
         logits.argmax(dim=-1)
-        if session.reader is StateUpdate.window:
-            for update, cache in layers(session):
-                update.commit(cache, keep)
+
+    return call
+
+
+def committing(session: ReplaySession, tokens: int, keep: int) -> Callable[[], None]:
+    """Keep the first `keep` of the `tokens` that a verification has read."""
+
+    def call() -> None:
+        for update, cache in layers(session):
+            cache.uncommitted = tokens  # a replayed verification does not say so
+            update.commit(cache, keep)
 
     return call
 

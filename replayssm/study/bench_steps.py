@@ -8,9 +8,10 @@ whose outputs are wrong gets no time, and a measurement that fails does not stop
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -86,13 +87,27 @@ def _free(device: str) -> None:
 def measure(bench: StepBench, adapter: Adapter) -> Iterator[StepRow]:
     """Rows of one model, as they are measured."""
     probe = observe(adapter, bench.most_tokens)
-    errors = check_all(bench, probe)
+    errors, alone = check_all(bench, probe), {}
     for context in bench.contexts:
         for batch in bench.batches:
-            yield from _relative(_at(bench, probe, errors, batch, context))
+            yield from relative(_at(bench, probe, errors, alone, batch, context))
 
 
-Checks = dict[tuple[Arm, int, int], float | Exception]
+Case = tuple[Arm, int, int]  # with the tokens of a pass, and the batch
+Checks = dict[Case, float | Exception]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """The recurrent layers by themselves, which no context changes: measured at the first one.
+
+    launch: of the conventional kernel, as it was fastest; None of a replay. error: of the check,
+    after that.
+    """
+
+    launch: Any
+    error: float
+    timing: Timing
 
 
 def check_all(bench: StepBench, probe: Probe) -> Checks:
@@ -103,23 +118,31 @@ def check_all(bench: StepBench, probe: Probe) -> Checks:
     """
 
     @torch.inference_mode()
-    def check(case: tuple[Arm, int, int]) -> float | Exception:
+    def check(case: Case) -> float | Exception:
         try:
             return _check(bench, probe, *case)
         except Exception as error:
             return error.with_traceback(None)  # which would keep its tensors
 
     all_cases = [(*case, batch) for case in cases(bench) for batch in bench.batches]
+    # Of conventional arms a few rows are checked now (see `_check`).
+    few = {case: (*case[:2], _checked_rows(case[0], case[2])) for case in all_cases}
+    different = list(dict.fromkeys(few.values()))
     threads = _COMPILE_THREADS if probe.state.is_cuda else 1
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(all_cases, pool.map(check, all_cases), strict=True))
+        found = dict(zip(different, pool.map(check, different), strict=True))
+    return {case: found[few[case]] for case in all_cases}
+
+
+def _checked_rows(arm: Arm, batch: int) -> int:
+    return min(batch, DISTINCT) if arm.kind == CONVENTIONAL else batch
 
 
 def _check(bench: StepBench, probe: Probe, arm: Arm, tokens: int, batch: int) -> float:
     if arm.kind == CONVENTIONAL:
         # The launch that turns out to be fastest is checked again, with all rows.
         return max(
-            _check_conventional(probe, arm, launch, tokens, min(batch, DISTINCT))
+            _check_conventional(probe, arm, launch, tokens, _checked_rows(arm, batch))
             for launch in sweep(probe.adapter.device)
         )
     policy, read, total = arm.policy, one_by_one(StateUpdate.step), bench.ring_len + 2
@@ -156,9 +179,14 @@ def sweep(device: torch.device) -> Sequence:
 
 
 def _at(
-    bench: StepBench, probe: Probe, errors: Checks, batch: int, context: int
+    bench: StepBench,
+    probe: Probe,
+    errors: Checks,
+    alone: dict[Case, Alone],
+    batch: int,
+    context: int,
 ) -> Iterator[StepRow]:
-    """All arms at one batch and context."""
+    """All arms at one batch and context; `alone` gets what other contexts need not measure."""
     adapter = probe.adapter
     device = adapter.device
     # Room for the passes of the longest cycle, and for those before anything is timed.
@@ -176,29 +204,40 @@ def _at(
             for problem in (stage, error):
                 if isinstance(problem, Exception):
                     raise problem
-            timed = _timed(bench, stage, row, arm, tokens, error)
+            timed = timed_row(bench, stage, row, arm, tokens, error, alone)
         except Exception as problem:
             timed = refused(row, problem)
         _free(device.type)
         yield timed
 
 
-def _timed(
-    bench: StepBench, stage: Stage, row: StepRow, arm: Arm, tokens: int, error: float
+def timed_row(
+    bench: StepBench,
+    stage: Stage,
+    row: StepRow,
+    arm: Arm,
+    tokens: int,
+    error: float,
+    alone: dict[Case, Alone],
 ) -> StepRow:
-    """The row with its times."""
-    recurrence, launch = stage.probe.adapter.family.recurrence, ""
+    """The row with its times; `alone` as in `_at`."""
+    known = alone.get((arm, tokens, stage.batch))
+    recurrence, launch = stage.probe.adapter.family.recurrence, None
     if arm.kind == CONVENTIONAL:
         stream = stage.open(arm.policy, StateUpdate.step)
-        best, stream.session.reader = _fastest_reader(stage, stream, tokens)
-        launch = best.label
-        error = max(error, _check_conventional(stage.probe, arm, best, tokens, stage.batch))
+        launch, stream.session.reader = _fastest_reader(stage, stream, tokens, known)
+        if known is None:
+            again = _check_conventional(stage.probe, arm, launch, tokens, stage.batch)
+            error = max(error, again)
     elif tokens == 1:
         stream = stage.open(arm.policy, StateUpdate.step)
     else:
         stream = stage.open(arm.verifying(recurrence, tokens), StateUpdate.window)
     time = _time_decoding if tokens == 1 else _time_verification
-    whole, alone, graphs = time(bench, stage, stream, arm, tokens)
+    whole, graphs = time(bench, stage, stream, arm, tokens)
+    if known is None:
+        timing = _time_recurrence(bench, stage, stream, arm, tokens)
+        known = alone[arm, tokens, stage.batch] = Alone(launch=launch, error=error, timing=timing)
     state, draft = bench_arms.state_bytes(arm, stream.session, tokens - 1)
     return replace(
         row,
@@ -208,13 +247,13 @@ def _timed(
         ms_low=round(whole.low / 1e3, 5),
         ms_high=round(whole.high / 1e3, 5),
         cycles=whole.replays,
-        recurrent_ms=round(alone.us / 1e3, 5),
+        recurrent_ms=round(known.timing.us / 1e3, 5),
         tokens_per_second=round(1e6 * row.batch * tokens / whole.us, 1),
         state_bytes=state,
         draft_bytes=draft,
         sequence_bytes=stage.sequence_bytes(stream),
-        error=float(f"{error:.2e}"),
-        launch=launch,
+        error=float(f"{known.error:.2e}"),
+        launch=launch.label if launch else "",
         status="ok",
         note="" if launch else _without_kernels(stream.session),
     )
@@ -232,13 +271,15 @@ def _conventional_backend() -> str:
     return "triton (interpreted)" if interpreted() else "triton"
 
 
-def _fastest_reader(stage: Stage, stream: Stream, tokens: int):
+def _fastest_reader(stage: Stage, stream: Stream, tokens: int, known: Alone | None):
     """(launch, reader): the conventional kernel as it is fastest in all recurrent layers here."""
     session, device = stream.session, stream.adapter.device
     inputs = stage.probe.inputs_of(stage.batch, tokens)
     snapshots = None
     if tokens > 1:
         snapshots = bench_arms.new_snapshots(*next(bench_arms.layers(session)), tokens)
+    if known is not None:
+        return known.launch, conventional_reader(known.launch, snapshots)
     ranked = []
     for launch in sweep(device):
         session.reader = conventional_reader(launch, snapshots)
@@ -251,8 +292,8 @@ def _fastest_reader(stage: Stage, stream: Stream, tokens: int):
 
 def _time_decoding(
     bench: StepBench, stage: Stage, stream: Stream, arm: Arm, tokens: int
-) -> tuple[Timing, Timing, str]:
-    """Times of a decode step, by the engine's own loop, and of its recurrence; graphs in effect."""
+) -> tuple[Timing, str]:
+    """Times of a decode step, by the engine's own loop; graphs in effect."""
     device = stream.adapter.device
     steps = bench_arms.decoding(stream, steps=1 << 30)
     for _ in range(_WARM_UP):
@@ -265,63 +306,62 @@ def _time_decoding(
     whole = cycle_time(cycle, device=device, seconds=bench.seconds, per=len(cycle) - 1)
     graphs = stream.graphs.describe(stream.cache)
     steps.close()
-    alone = _time_recurrence(bench, stage, stream, [tokens] * bench.ring_len, tokens)
-    return whole, alone, graphs
+    return whole, graphs
 
 
 def _time_verification(
     bench: StepBench, stage: Stage, stream: Stream, arm: Arm, tokens: int
-) -> tuple[Timing, Timing, str]:
-    """Times of a verification, and of its recurrence, over a cycle of a ring; graphs in effect."""
+) -> tuple[Timing, str]:
+    """Times of a verification over a cycle of a ring; graphs in effect."""
     device, kept = stream.adapter.device, bench_arms.kept_in_a_cycle(arm, tokens)
     text = torch.randint(
         stream.adapter.vocab_size,
         (stage.batch, tokens),
         generator=torch.Generator().manual_seed(1),
     ).to(device)
-    rounds = {
-        keep: captured(bench_arms.verification(stream, text, keep), device)
-        for keep in dict.fromkeys(kept)
-    }
-    flushes = _flushes(stream, arm)
+    read = captured(bench_arms.verification(stream, text), device)
+    commits, flushes = {}, []
+    if arm.kind != CONVENTIONAL:
+        for keep in dict.fromkeys(kept):
+            commits[keep] = captured(bench_arms.committing(stream.session, tokens, keep), device)
+        flushes = _flushes(stream, arm)
 
     def restart() -> None:
         bench_arms.seek(stream, stage.context)
 
-    cycle = [restart, *(rounds[keep] for keep in kept), *flushes]
+    rounds = [call for keep in kept for call in (read, commits.get(keep)) if call is not None]
+    cycle = [restart, *rounds, *flushes]
     whole = cycle_time(cycle, device=device, seconds=bench.seconds, per=len(kept))
-    alone = _time_recurrence(bench, stage, stream, kept, tokens, flushes)
-    return whole, alone, "graphs" if device.type == "cuda" else "eager (the model is on cpu)"
+    return whole, "graphs" if device.type == "cuda" else "eager (the model is on cpu)"
 
 
 def _flushes(stream: Stream, arm: Arm) -> list[Callable[[], object]]:
-    """The flush that ends a cycle; it leaves every ring empty."""
-    if arm.kind == CONVENTIONAL:
+    """The flush that ends a cycle of windows; it leaves every ring empty."""
+    if arm.kind == CONVENTIONAL or stream.session.reader is StateUpdate.step:
         return []
     return [captured(bench_arms.flushing(stream.session), stream.adapter.device)]
 
 
 def _time_recurrence(
-    bench: StepBench,
-    stage: Stage,
-    stream: Stream,
-    kept: Sequence[int],
-    tokens: int,
-    flushes: Sequence[Callable[[], object]] = (),
+    bench: StepBench, stage: Stage, stream: Stream, arm: Arm, tokens: int
 ) -> Timing:
+    """Times of what the recurrent layers do, alone, over a cycle of a ring; it ends empty."""
     session, device = stream.session, stream.adapter.device
     inputs = stage.probe.inputs_of(stage.batch, tokens)
+    one = [tokens] * bench.ring_len
+    kept = one if tokens == 1 else bench_arms.kept_in_a_cycle(arm, tokens)
     calls = {
         keep: captured(bench_arms.recurrence_alone(session, inputs, keep), device)
         for keep in dict.fromkeys(kept)
     }
+    flushes = _flushes(stream, arm)
     for flush in flushes:
         flush()
     cycle = [*(calls[keep] for keep in kept), *flushes]
     return cycle_time(cycle, device=device, seconds=bench.seconds / 4, per=len(kept))
 
 
-def _relative(rows: Iterator[StepRow]) -> Iterator[StepRow]:
+def relative(rows: Iterable[StepRow]) -> Iterator[StepRow]:
     """Rows of one batch and context with their ratios to conventional FP32, which comes first."""
     base: dict[int, StepRow] = {}  # by drafts
     for row in rows:

@@ -234,7 +234,7 @@ def test_a_time_says_that_torch_took_the_place_of_kernels(probe, monkeypatch):
     bench = StepBench(kind="decode", models=(QWEN,), policies=("fp32",), **SMALL)
     stage = Stage(probe, batch=2, context=20, room=64, backend=bench.backend)
     asked = StepRow(model=QWEN, batch=2, context=20, arm="replay", policy="fp32")
-    row = bench_steps._timed(bench, stage, asked, replay_arm("fp32", 2), 1, 1e-7)
+    row = bench_steps.timed_row(bench, stage, asked, replay_arm("fp32", 2), 1, 1e-7, {})
     assert (row.status, row.backend) == ("ok", "reference")
     assert row.note == "computed by torch: ring length 2: the kernels of gated_delta go up to 1"
 
