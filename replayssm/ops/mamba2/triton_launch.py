@@ -20,6 +20,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
+from replayssm.ops.quantize.words import has_parts
 from replayssm.ops.triton_common import Cursors, precision_of
 from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
@@ -78,7 +79,7 @@ class Launch:
 # Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
 # likeness, and of "decode" by compiled code, since its order of loads changed after it was timed.
 _TABLE = {
-    "decode": {32: (64, 4, None), 16: (128, 2, None), 8: (128, 2, None), 4: (128, 1, 168)},
+    "decode": {32: (64, 4, None), 16: (128, 2, None), 8: (128, 2, None), 4: (128, 1, 128)},
     "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
     "step": {32: (64, 4, None), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
@@ -199,6 +200,21 @@ def precision(policy: PrecisionPolicy, a: torch.dtype, b: torch.dtype) -> str:
     """
     check_operand(policy)
     return precision_of(a, b)
+
+
+def dots(
+    read: Quantized, ring: Mapping[str, Tensor], inputs: Mamba2Inputs, sizes: Sizes, launch: Launch
+) -> str | None:
+    """How a token's products with codes and records are taken on tensor cores; None: they are not.
+
+    For E2M1 codes, BF16 records and tokens, whose products are exact, and programs of one warp.
+    """
+    is_exact = inputs.C.dtype == ring["B"].dtype == torch.bfloat16
+    if not is_exact or launch.eager or launch.num_warps > 1:
+        return None
+    if not has_parts(reading(read), sizes["N"]):
+        return None
+    return precision_of(torch.bfloat16, torch.bfloat16)
 
 
 def check_operand(policy: PrecisionPolicy) -> None:

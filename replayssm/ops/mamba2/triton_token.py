@@ -32,6 +32,12 @@ from replayssm.ops.quantize.tiles import (
     times_vector,
     values_of,
 )
+from replayssm.ops.quantize.words import (
+    load_row_parts,
+    load_vector_parts,
+    rows_times_parts,
+    words_times_parts,
+)
 from replayssm.ops.triton_common import prefix_sums
 
 
@@ -39,18 +45,24 @@ from replayssm.ops.triton_common import prefix_sums
 def load_token(
     tokens, A, row, part,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    READ: tl.constexpr,                 # storage that `times_vector` reads, or None
+    READ: tl.constexpr,                 # storage that C meets, or None
+    DOTS: tl.constexpr,                 # see `decode_token`
     D_PER_CHANNEL: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What tile `part` needs of a row's token, which needs no cursor, as it lies.
 
-    Returns C [WIDTH], C for `times_vector`, B [WIDTH], x [R], dt [HEADS], A [HEADS] and D [R].
+    Returns C [WIDTH], C as it meets the state, B [WIDTH], x [R], dt [HEADS], A [HEADS] and D [R].
     """
     group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     n = tl.arange(0, WIDTH)
     C_at = tokens.C + row * tokens.C_row + group * N
     C = tl.load(C_at + n, mask=n < N, other=0)
-    C_read = C if READ is None else load_vector_for(C_at, N, WIDTH, READ)
+    if READ is None:
+        C_read = C
+    elif DOTS is None:
+        C_read = load_vector_for(C_at, N, WIDTH, READ)
+    else:
+        C_read = load_vector_parts(C_at, N, READ)
     B = tl.load(tokens.B + row * tokens.B_row + group * N + n, mask=n < N, other=0)
     x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
     dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
@@ -83,7 +95,9 @@ def load_ring(
 @triton.jit
 def answer(
     out, tokens, token, records, row, part,
-    y,                                  # [R] product of the stored state with C
+    read,                               # [R] product of the stored state with C
+    factor,                             # [R] that it lacks, or None
+    met,                                # [BL] products of the records' B with C, or None
     unused,                             # slot from which `records` are to be dropped, or None
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr,
@@ -92,20 +106,63 @@ def answer(
     C, _, B_new, x_given, dt_new, rate, D = token
     _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     C = C.to(tl.float32)
-    B = past_of(records[0], unused, RING)
+    if met is None:
+        met = tl.sum(past_of(records[0], unused, RING) * C[None, :], 1)  # [BL]
     dt = past_of(records[1], unused, FP32_RECORDS)
     x = past_of(records[2], unused, RING)
     log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
     now = last(log_decay) + rate * dt_new  # [HEADS]
-    weights = dt * decay(now[None, :], log_decay) * tl.sum(B * C[None, :], 1)[:, None]
+    weights = dt * decay(now[None, :], log_decay) * met[:, None]
     weight_new = dt_new * tl.sum(as_recorded(B_new, RING) * C, 0)
-    y = by_head(y, HEADS) * decay(now, 0.0)[:, None]
-    y += tl.sum(by_head(x, HEADS) * weights[:, :, None], 0)
-    y += by_head(as_recorded(x_given, RING), HEADS) * weight_new[:, None]
-    y = tl.reshape(y, [HEADS * BP])
+    # All but the product with the state first: one change of layout for the sum.
+    kept = _of_heads(decay(now, 0.0), BP)
+    y = as_recorded(x_given, RING) * _of_heads(weight_new, BP)
     if tokens.D is not None:
         y += D.to(tl.float32) * x_given.to(tl.float32)
+    y += tl.reshape(_weighted_sum(by_head(x, HEADS), weights), [HEADS * BP])
+    if factor is not None:
+        kept *= factor
+    y = tl.fma(read, kept, y)
     tl.store(out + row * (H * P) + head_of * P + p, y, mask=in_tile)
+
+
+@triton.jit
+def _of_heads(v, BP: tl.constexpr):
+    """[HEADS * BP] from a value for each head."""
+    HEADS: tl.constexpr = v.shape[0]
+    return tl.reshape(tl.broadcast_to(v[:, None], [HEADS, BP]), [HEADS * BP])
+
+
+@triton.constexpr_function
+def _halvings(slots: int) -> int:
+    """How often slots can be halved; those of one thread are, one fused multiply-add a slot."""
+    return min(3, slots.bit_length() - 1)
+
+
+@triton.jit
+def _weighted_sum(x, weights):
+    """Sums [HEADS, BP] of x [BL, HEADS, BP] with weights [BL, HEADS] over BL."""
+    xs, ws = (x,), (weights,)
+    for _ in tl.static_range(_halvings(x.shape[0])):
+        half_xs, half_ws = (), ()
+        for i in tl.static_range(len(xs)):
+            half_xs, half_ws = half_xs + _halves(xs[i]), half_ws + _halves(ws[i])
+        xs, ws = half_xs, half_ws
+    total = xs[0] * ws[0][:, :, None]
+    for i in tl.static_range(1, len(xs)):
+        total = tl.fma(xs[i], tl.broadcast_to(ws[i][:, :, None], xs[i].shape), total)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _halves(x):
+    """First and second half of the first axis of x [A, B] or [A, B, C]."""
+    HALF: tl.constexpr = x.shape[0] // 2
+    if len(x.shape) == 2:
+        x = tl.permute(tl.reshape(x, [2, HALF, x.shape[1]]), [1, 2, 0])
+    else:
+        x = tl.permute(tl.reshape(x, [2, HALF, x.shape[1], x.shape[2]]), [1, 2, 3, 0])
+    return tl.split(x)
 
 
 @triton.jit
@@ -186,7 +243,8 @@ def flush_token(
     values = values_of(loaded, N, WIDTH, STORAGE)
     y = tl.sum(values * token[0].to(tl.float32)[None, :], 1)
     answer(
-        out, tokens, token, records, ticket.row, part, y, L - 1, H, P, G, RING, HEADS, BP
+        out, tokens, token, records, ticket.row, part, y, None, None, L - 1,
+        H, P, G, RING, HEADS, BP,
     )  # fmt: skip
     fold_token(
         values, token, records, layer, state, None, cursors, ticket, part,
@@ -198,7 +256,7 @@ def flush_token(
 def decode_token(
     out, tokens, token, ring, read, row, slot, pos, part, parts,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, RING: tl.constexpr, EAGER: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, EAGER: tl.constexpr, DOTS: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Outputs of tile `part` of a row; its share of the record enters the ring.
@@ -206,18 +264,29 @@ def decode_token(
     EAGER: all is asked for before the cursor is known, so the whole ring; the barrier keeps the
     compiler from asking for a value only where it is used. That is the shortest way through one
     program, and takes registers that else hold other programs, which wait in its place.
+    DOTS: how tensor cores multiply C with codes and with the records' B (`quantize/words.py`);
+    None: they do not.
     """
     if EAGER:
         loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
         records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
         tl.debug_barrier()
     if pos < L:
+        factor, met = None, None
+        if DOTS is not None:
+            # First, so that B's registers are free when codes come.
+            group, _, _, _, _, _, _ = tile_rows(part, H, P, G, HEADS, BP)
+            ring_B = ring.B + slot * ring.B_slot + group * L * N
+            met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), token[1], DOTS)
         if not EAGER:
             loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
             records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
-        y = times_vector(loaded, token[1], N, WIDTH, READ)
+        if DOTS is None:
+            y = times_vector(loaded, token[1], N, WIDTH, READ)
+        else:
+            y, factor = words_times_parts(loaded, token[1], N, READ, DOTS)
         answer(
-            out, tokens, token, records, row, part, y, pos if EAGER else None,
+            out, tokens, token, records, row, part, y, factor, met, pos if EAGER else None,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
