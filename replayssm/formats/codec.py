@@ -6,7 +6,7 @@ count of saturated elements. Arithmetic is in `rounding` and `scaling`, layout i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -102,19 +102,20 @@ def quantize(
     matrices = x.flatten(0, -3)
     bits = None if random_bits is None else random_bits.flatten(0, -3)
     parts = []
-    for piece in _pieces(matrices) if fmt is not FP32 else [slice(0, matrices.shape[0])]:
+    whole = [slice(0, matrices.shape[0])]
+    for piece in whole if fmt is FP32 else _pieces(matrices.shape, x.device):
         check = partial(_refuse_non_finite, first=piece.start, leading=leading, name=fmt.name)
         values = matrices[piece].to(torch.float32)
         parts.append(encode(values, None if bits is None else bits[piece], check))
-    whole = _Codes(*(_joined(c) for c in zip(*parts, strict=True)))
+    codes = _Codes(*(_joined(c) for c in zip(*parts, strict=True)))
     direction = scaling.scale_type(fmt)
     return Quantized(
         format=fmt,
         shape=tuple(x.shape[1:]),
-        data=whole.data.unflatten(0, leading),
-        scale=whole.scale if whole.scale is None else whole.scale.unflatten(0, leading),
-        tensor_scale=direction and direction(whole.tensor_scale.unflatten(0, leading)),
-        saturated=whole.saturated.view(x.shape[0], math.prod(leading[1:])).sum(1),
+        data=codes.data.unflatten(0, leading),
+        scale=codes.scale if codes.scale is None else codes.scale.unflatten(0, leading),
+        tensor_scale=direction and direction(codes.tensor_scale.unflatten(0, leading)),
+        saturated=codes.saturated.view(x.shape[0], math.prod(leading[1:])).sum(1),
     )
 
 
@@ -124,33 +125,29 @@ def dequantize(q: Quantized) -> Tensor:
         return q.data.clone()
     leading = q.data.shape[:-2]
     stored = {name: t.flatten(0, -3) for name, t in q.tensors().items()}
-    values = torch.empty(math.prod(leading), *q.shape[-2:], device=q.data.device)
-    for piece in _pieces(values):
+    parts = []
+    for piece in _pieces((math.prod(leading), *q.shape[-2:]), q.data.device):
         codes = _Codes(
             data=stored["data"][piece],
             scale=stored["scale"][piece] if "scale" in stored else None,
             tensor_scale=stored["tensor_scale"][piece] if "tensor_scale" in stored else None,
             saturated=None,
         )
-        if isinstance(q.format, BlockFormat):
-            values[piece] = _decode_blocks(codes, q.format, q.shape)
-        else:
-            values[piece] = decode_elements(codes.data, q.format, q.shape[-1])
-            if codes.scale is not None:
-                values[piece] *= codes.scale
-    return values.unflatten(0, leading)
+        decode = _decode_blocks if isinstance(q.format, BlockFormat) else _decode_plain
+        parts.append(decode(codes, q.format, q.shape))
+    return _joined(parts).unflatten(0, leading)
 
 
-def _joined(pieces: tuple[Tensor | None, ...]) -> Tensor | None:
+def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
     if pieces[0] is None:
         return None
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _pieces(matrices: Tensor) -> list[slice]:
-    """Slices of the first axis that cover it; at least one, even if there is no matrix."""
-    count, rows, cols = matrices.shape
-    step = max(1, _PIECE // max(1, rows * cols)) if matrices.device.type == "cpu" else max(1, count)
+def _pieces(shape: Sequence[int], device: torch.device) -> list[slice]:
+    """Slices of the first axis of [M, R, C] that cover it; at least one, even if M is 0."""
+    count, rows, cols = shape
+    step = max(1, _PIECE // max(1, rows * cols)) if device.type == "cpu" else max(1, count)
     return [slice(i, min(i + step, count)) for i in range(0, max(1, count), step)]
 
 
@@ -159,11 +156,11 @@ def _refuse_non_finite(amax: Tensor, *, first: int, leading: torch.Size, name: s
 
     `first` is the number of the first matrix, counted over the leading axes.
     """
-    finite = torch.isfinite(amax)
-    if not bool(finite.all()):
-        matrix = first + int((~finite).flatten(1).any(1).nonzero()[0])
-        index = torch.unravel_index(torch.tensor(matrix), leading)
-        raise NonFiniteStateError(tuple(int(i) for i in index), name)
+    if amax.numel() == 0 or math.isfinite(amax.amax().item()):
+        return
+    matrix = first + int((~torch.isfinite(amax)).flatten(1).any(1).nonzero()[0])
+    index = torch.unravel_index(torch.tensor(matrix), leading)
+    raise NonFiniteStateError(tuple(int(i) for i in index), name)
 
 
 def _encode_plain(
@@ -223,6 +220,11 @@ def _encode_blocks(
     values, saturated = round_to_format(in_codes, fmt.element, rounding, random_bits)
     data = encode_elements(values.flatten(-2)[..., :columns], fmt.element)
     return _Codes(data, scale.squeeze(-1), per_matrix, saturated)
+
+
+def _decode_plain(codes: _Codes, fmt: NumberFormat, shape: tuple[int, ...]) -> Tensor:
+    values = decode_elements(codes.data, fmt, shape[-1])
+    return values if codes.scale is None else values.mul_(codes.scale)
 
 
 def _decode_blocks(codes: _Codes, fmt: BlockFormat, shape: tuple[int, ...]) -> Tensor:

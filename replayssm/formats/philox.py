@@ -134,12 +134,12 @@ def _draw(
         (seed.view(B, 1, 1), second_key),
         rounds,
     )
-    mask = (1 << bits) - 1
     if bits <= 16:
-        out = torch.empty(B, H, groups, 4, 2, dtype=torch.int32, device=device)
-        for i, word in enumerate(words):
-            out[..., i, 0] = word & mask
-            out[..., i, 1] = (word >> 16) & mask
+        # 32 bits are a word's pattern; the signs that a shift drags in are masked off.
+        patterns = torch.stack([word.to(torch.int32) for word in words], dim=-1)
+        halves = torch.tensor([0, 16], dtype=torch.int32, device=device)
+        out = patterns[..., None] >> halves  # [B, H, groups, 4, 2]
     else:
-        out = torch.stack([word & mask for word in words], dim=-1)
+        out = torch.stack(words, dim=-1)
+    out &= (1 << bits) - 1
     return out.view(B, H, groups * per_group)[..., : R * C].reshape(B, H, R, C)

@@ -153,7 +153,10 @@ def _never_overflows_below(fmt: NumberFormat, rounding: Rounding) -> float:
 def _round_magnitude(
     v: Tensor, fmt: NumberFormat, rounding: Rounding, random_bits: Tensor | None
 ) -> Tensor:
-    """Round v >= 0, at most one binade above `fmt.max_value`; what NaN becomes is the caller's."""
+    """Round v >= 0, at most one binade above `fmt.max_value`; what NaN becomes is the caller's.
+
+    `v` is overwritten: on a CPU, memory that is fresh costs several times an operation on it.
+    """
     if fmt.min_exponent == _FP32_MIN_EXPONENT:
         return _drop_low_bits(v, 23 - fmt.mantissa_bits, rounding, random_bits)
 
@@ -161,17 +164,17 @@ def _round_magnitude(
     binade = v.view(torch.int32) & _EXPONENT_MASK
     binade.clamp_(min=(fmt.min_exponent + 127) << 23)
     if rounding.mode == "nearest_even":
-        c = (binade + ((23 - fmt.mantissa_bits) << 23)).view(torch.float32)
-        return (v + c).sub_(c)
+        c = binade.add_((23 - fmt.mantissa_bits) << 23).view(torch.float32)
+        return v.add_(c).sub_(c)
 
     n = rounding.bits or 0
     fixed_point = torch.int32 if fmt.mantissa_bits + 1 + n <= 30 else torch.int64
     to_fixed_point = (((2 * 127 + fmt.mantissa_bits + n) << 23) - binade).view(torch.float32)
-    t = (v * to_fixed_point).to(fixed_point)
+    t = v.mul_(to_fixed_point).to(fixed_point)
     if random_bits is not None:
         t.add_(random_bits).bitwise_right_shift_(n)
     ulp = binade.sub_(fmt.mantissa_bits << 23).view(torch.float32)
-    return t.to(torch.float32).mul_(ulp)
+    return v.copy_(t).mul_(ulp)
 
 
 def _drop_low_bits(v: Tensor, d: int, rounding: Rounding, random_bits: Tensor | None) -> Tensor:

@@ -130,17 +130,17 @@ def to_codes(blocks: Tensor, s: Tensor, scale: TensorScale) -> Tensor:
         codes, step = blocks * scale.value, s
     else:
         codes, step = blocks.clone(), s * scale.value
-    vanished = step == 0
-    if not bool(vanished.any()):
+    if step.numel() == 0 or step.amin().item() > 0:
         return codes.div_(step)
+    vanished = step == 0
     return codes.div_(step.masked_fill(vanished, torch.inf)).masked_fill_(vanished, 0.0)
 
 
 def from_codes(q: Tensor, s: Tensor, scale: TensorScale) -> Tensor:
-    """What code values [..., nblocks, size] stand for: the way back from `to_codes`."""
+    """What code values [..., nblocks, size] stand for: the way back from `to_codes`, in place."""
     if isinstance(scale, EncodeScale):
-        return (q * s).div_(scale.value)
-    return q * (s * scale.value)
+        return q.mul_(s).div_(scale.value)
+    return q.mul_(s * scale.value)
 
 
 def _like(x: Tensor, value: float) -> Tensor:
