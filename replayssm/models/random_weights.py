@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     NemotronHConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
 
@@ -56,6 +57,23 @@ _QWEN3_5_TINY = _QWEN3_5_4B | dict(
     linear_value_head_dim=16,
     rope_parameters=_QWEN3_5_4B["rope_parameters"] | {"mrope_section": [1, 1, 0]},
 )
+# Layers of a published mixture of experts (hidden size 2,048, 8 experts of 512 for a token, and one
+# for all), 16 of its 40, with 128 of its 256 experts: 12 recurrent layers of HK16 HV32 K128 V128.
+_QWEN3_5_MOE_SCALED = dict(
+    vocab_size=248320,
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    max_position_embeddings=262144,
+    rope_parameters=_QWEN3_5_4B["rope_parameters"],
+    **{key: value for key, value in _QWEN3_5_4B.items() if key.startswith("linear_")},
+)
 # 21 recurrent layers of H96 P80 N128 G8, 17 MLPs, 4 of attention.
 _BLOCKS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
 _NEMOTRON_3_NANO_4B = dict(
@@ -88,6 +106,7 @@ _NEMOTRON_3_TINY = _NEMOTRON_3_NANO_4B | dict(
 CONFIGURATIONS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     RANDOM_PREFIX + "qwen3.5-4b": (Qwen3_5TextConfig, _QWEN3_5_4B),
     RANDOM_PREFIX + "nemotron-3-nano-4b": (NemotronHConfig, _NEMOTRON_3_NANO_4B),
+    RANDOM_PREFIX + "qwen3.5-moe-scaled": (Qwen3_5MoeTextConfig, _QWEN3_5_MOE_SCALED),
     RANDOM_PREFIX + "qwen3.5-tiny": (Qwen3_5TextConfig, _QWEN3_5_TINY),
     RANDOM_PREFIX + "nemotron-3-tiny": (NemotronHConfig, _NEMOTRON_3_TINY),
 }

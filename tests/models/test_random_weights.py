@@ -11,16 +11,20 @@ from replayssm.policy import parse_policy
 
 TINY = [name for name in CONFIGURATIONS if name.endswith("-tiny")]
 # Parameters in billions, and recurrent layers.
-PUBLISHED = {"qwen3.5-4b": (4.2, 24), "nemotron-3-nano-4b": (3.97, 21)}
+SIZES = {
+    "qwen3.5-4b": (4.2, 24),
+    "nemotron-3-nano-4b": (3.97, 21),
+    "qwen3.5-moe-scaled": (8.0, 12),
+}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_the_published_ones(name):
     make_config, values = CONFIGURATIONS[RANDOM_PREFIX + name]
     config = make_config(**values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    billions, recurrent = PUBLISHED[name]
+    billions, recurrent = SIZES[name]
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)
     assert config.layer_types.count("linear_attention") == recurrent
 
