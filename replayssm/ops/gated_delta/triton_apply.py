@@ -23,11 +23,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.formats.block import BlockFormat
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_launch import Launch, Ring, Tokens, pieces, power_of_two
+from replayssm.formats.storage import Storage
+from replayssm.ops.gated_delta.triton_launch import (
+    Launch,
+    Ring,
+    Tokens,
+    line_columns,
+    power_of_two,
+)
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows
-from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_unscaled, row_factor
+from replayssm.ops.quantize.layout import stored, tile_width
+from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of
 from replayssm.ops.triton_common import Cursors, exact_dot, halves_of
 from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
@@ -51,17 +59,43 @@ def apply_kernel(
     READ: tl.constexpr,
     STATE_KEYS: tl.constexpr,  # precision of state times k, q
     FULL: tl.constexpr,  # of products of FP32 operands
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a part of the state; K is a multiple, or there is one part
     BV: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Grid (tiles of V, HV, B)."""
+    """Grid (tiles of V, HV, B).
+
+    Everything is asked for before anything is computed: first what does not depend on the slot,
+    then what does. Each product starts from zero and is added by other means, because tensor cores
+    cut what they add to: to sums of all that came before they would do so at every step.
+    """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
     in_v, new = value < V, token < T
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
+    q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
+    k_parts, q_parts, decay_parts = (), (), ()
+    for part in tl.static_range(PARTS):
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        mask = new[:, None] & (column < K)[None, :]
+        at = token[:, None] * tokens.k_token + column[None, :]
+        k_parts = k_parts + (tl.load(k_at + at, mask=mask, other=0.0),)  # [BT, COLUMNS]
+        at = token[:, None] * tokens.q_token + column[None, :]
+        q_parts = q_parts + (tl.load(q_at + at, mask=mask, other=0.0),)
+        if decays is not None:
+            at = decays + (row * HV + head) * (T + 1) * K
+            decay = load_rows(at, token, K, new, column, column < K)
+            before = tl.load(at + T * K + column, mask=column < K, other=0.0)
+            decay_parts = decay_parts + (decay * before[None, :],)
+    v = tokens.v + row * tokens.v_row + head * V
+    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
+    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
+    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
+    solve, solve_own, past_k, past_q, from_state = _load_weights(weights, BT, BL)
+
     out += (row * T * HV + head) * V
     out += token[None, :] * (HV * V) + value[:, None]
     written = in_v[:, None] & new[None, :]
@@ -69,52 +103,36 @@ def apply_kernel(
         tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
         return
 
-    # Asked for before the state, though it is needed after it.
     count = tl.load(cursors.pos + slot).to(tl.int32)
+    in_rows = None if V % BV == 0 else in_v
+    state_row = head * V + value
+    state = ()
+    for part in tl.static_range(PARTS):  # a row of K columns is PARTS rows
+        at = state_row * PARTS + part
+        state = state + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
     first = (slot * HV + head) * L  # this head's oldest record
-    v = tokens.v + row * tokens.v_row + head * V
-    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
-    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
-    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
-    solve, solve_own, past_k, past_q, from_state = _load_weights(weights, BT, BL)
     if T < L:
         u_past = load_columns(ring.u + first * V, record, V, record < count, value, in_v)
 
-    # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
-    # PIECES rows of K / PIECES.
-    predicted, answer = tl.zeros([BV, BT], tl.float32), tl.zeros([BV, BT], tl.float32)
-    in_rows = None if V % BV == 0 else in_v
-    state_row = head * V + value
-    key_head = head // (HV // HK)
-    for piece in range(PIECES):
-        column = piece * PIECE + tl.arange(0, PIECE)
-        k = tokens.k + row * tokens.k_row + key_head * K
-        k = load_rows(k, token, tokens.k_token, new, column, column < K)  # [BT, PIECE]
-        k = as_held(k, tokens.k, ring.k)
-        q = tokens.q + row * tokens.q_row + key_head * K
-        q = load_rows(q, token, tokens.q_token, new, column, column < K)
+    zero = tl.zeros([BV, BT], tl.float32)
+    predicted, answer = zero, zero
+    scale = factor_of(state[0], READ)[:, None] * from_state[None, :]
+    for part in tl.static_range(PARTS):
+        s = unscaled_of(state[part], K // PARTS, COLUMNS, READ)  # [BV, COLUMNS]
+        k, q = as_held(k_parts[part], tokens.k, ring.k), q_parts[part].to(tl.float32)
         if decays is not None:
-            at = decays + (row * HV + head) * (T + 1) * K
-            decay = tl.load(at + T * K + column, mask=column < K, other=0.0)[None, :]
-            decay = decay * load_rows(at, token, K, new, column, column < K)
-            k, q = k * decay, q * decay
-        s = load_unscaled(  # [BV, PIECE]
-            read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
-        )
-        predicted = exact_dot(s, tl.trans(k), predicted, STATE_KEYS)
-        answer = exact_dot(s, tl.trans(q), answer, STATE_KEYS)
-
-    from_state = row_factor(read, slot, state_row, in_rows, V, READ)[:, None] * from_state[None, :]
-    predicted *= from_state
-    answer *= from_state
+            k, q = k * decay_parts[part], q * decay_parts[part]
+        # A plain sum with a product would be compiled into that product.
+        predicted = tl.fma(exact_dot(s, tl.trans(k), zero, STATE_KEYS), scale, predicted)
+        answer = tl.fma(exact_dot(s, tl.trans(q), zero, STATE_KEYS), scale, answer)
     if T < L:
-        predicted = exact_dot(u_past, past_k, predicted, FULL)
-        answer = exact_dot(u_past, past_q, answer, FULL)
+        predicted += exact_dot(u_past, past_k, zero, FULL)
+        answer += exact_dot(u_past, past_q, zero, FULL)
     right = v - predicted
-    answer = exact_dot(right, solve_own, answer, FULL)
+    answer += exact_dot(right, solve_own, zero, FULL)
     # A ring without room is a caller's mistake; no number may come of it.
     tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
-    u = exact_dot(right, solve, tl.zeros([BV, BT], tl.float32), FULL)
+    u = exact_dot(right, solve, zero, FULL)
     here = count + token
     target = (first + here)[None, :] * V + value[:, None]
     written = in_v[:, None] & (new & (here < L))[None, :]
@@ -167,6 +185,14 @@ def new_weights(constants: dict[str, int], batch: int, device: torch.device) -> 
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
+def _columns(storage: Storage, K: int) -> int:
+    """Columns of a part of the state: 128 bytes, or all where K is no multiple or there are
+    scales."""
+    part = line_columns(storage.code_bits)
+    scaled = isinstance(storage.format, BlockFormat) or storage.scale != "none"
+    return tile_width(K, storage) if scaled or K % part else part
+
+
 def apply(
     read: Quantized,
     ring: Ring,
@@ -195,8 +221,8 @@ def apply(
         weights,
         decays,
         **constants,
-        **pieces(policy.read_storage, constants),
         READ=policy.read_storage,
+        COLUMNS=_columns(policy.read_storage, constants["K"]),
         STATE_KEYS=halves_of(unscaled_dtype(policy.read_storage), readers),
         FULL=halves_of(torch.float32, torch.float32),
         **launch.options(),

@@ -22,6 +22,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
     default_launch,
+    power_of_two,
     ring_argument,
     sizes,
     token_argument,
@@ -45,7 +46,7 @@ def weigh_kernel(
     L: tl.constexpr,
     KEYS: tl.constexpr,  # precision of k times k, q
     FULL: tl.constexpr,  # of products of FP32 operands
-    COLUMNS: tl.constexpr,  # of keys that are read at a time
+    BK: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
@@ -55,44 +56,40 @@ def weigh_kernel(
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    token, record = tl.arange(0, BT), tl.arange(0, BL)
-    new = token < T
+    token, record, column = tl.arange(0, BT), tl.arange(0, BL), tl.arange(0, BK)
+    new, in_k = token < T, column < K
+    key_head = head // (HV // HK)
     g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
     g = tl.load(g, mask=new, other=0.0)
     beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
     beta = tl.load(beta, mask=new, other=0.0)
+    k = tokens.k + row * tokens.k_row + key_head * K
+    k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, BK]
+    k = as_held(k, tokens.k, ring.k)
+    q = tokens.q + row * tokens.q_row + key_head * K
+    q = load_rows(q, token, tokens.q_token, new, column, in_k)
+    if slot < 0:
+        return
 
     count = tl.load(cursors.pos + slot).to(tl.int32)
     past = record < count
-    key_head = head // (HV // HK)
     keys = ring.k + (slot * HK + key_head) * L * K
     first = (slot * HV + head) * L  # this head's oldest record
     here = count + token
     fits = new & (here < L)
     g_past = tl.load(ring.g + first + record, mask=past, other=0.0)
-    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
-    k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    for start in tl.static_range(0, K, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        in_k = column < K
-        k = tokens.k + row * tokens.k_row + key_head * K
-        k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, COLUMNS]
-        k = as_held(k, tokens.k, ring.k)
-        q = tokens.q + row * tokens.q_row + key_head * K
-        q = load_rows(q, token, tokens.q_token, new, column, in_k)
-        k_t, q_t = tl.trans(k), tl.trans(q)
-        k_k = exact_dot(k, k_t, k_k, KEYS)
-        k_q = exact_dot(k, q_t, k_q, KEYS)
-        if T < L:
-            k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, COLUMNS]
-            past_k = exact_dot(k_past, k_t, past_k, KEYS)
-            past_q = exact_dot(k_past, q_t, past_q, KEYS)
-        if head % (HV // HK) == 0:
-            target = keys + here[:, None] * K + column[None, :]
-            k_held = k.to(ring.k.dtype.element_ty)
-            tl.store(target, k_held, mask=fits[:, None] & in_k[None, :])
+    square, oblong = tl.zeros([BT, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    past_k, past_q = oblong, oblong
+    k_t, q_t = tl.trans(k), tl.trans(q)
+    if T < L:
+        k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
+        past_k = exact_dot(k_past, k_t, oblong, KEYS)
+        past_q = exact_dot(k_past, q_t, oblong, KEYS)
+    k_k = exact_dot(k, k_t, square, KEYS)
+    k_q = exact_dot(k, q_t, square, KEYS)
+    if head % (HV // HK) == 0:
+        target = keys + here[:, None] * K + column[None, :]
+        tl.store(target, k.to(ring.k.dtype.element_ty), mask=fits[:, None] & in_k[None, :])
 
     log_decay = tl.cumsum(g_past, 0)  # [BL]
     now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
@@ -102,7 +99,7 @@ def weigh_kernel(
     own = tl.where(token[:, None] <= token[None, :], between * k_q, 0.0)
     scaled = tl.where(token[:, None] == token[None, :], beta[None, :], 0.0)
     solve = substitute(scaled, system * beta[None, :], T, BT)
-    solve_own = exact_dot(solve, own, tl.zeros([BT, BT], tl.float32), FULL)
+    solve_own = exact_dot(solve, own, square, FULL)
     weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
     store_weights(
         weights, solve, solve_own, from_past * past_k, from_past * past_q, decay(now, 0.0), BT, BL
@@ -145,7 +142,7 @@ def window(
         **constants,
         KEYS=halves_of(ring.k.dtype, readers),
         FULL=halves_of(torch.float32, torch.float32),
-        COLUMNS=64,
+        BK=power_of_two(constants["K"]),
         num_warps=1,
     )
     return apply(read, ring, policy, cursors, tokens, weights, None, constants, launch)

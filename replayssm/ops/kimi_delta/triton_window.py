@@ -63,16 +63,9 @@ def weigh_kernel(
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    token, record = tl.arange(0, BT), tl.arange(0, BL)
+    token, record, column = tl.arange(0, BT), tl.arange(0, BL), tl.arange(0, BK)
     new = token < T
-    count = tl.load(cursors.pos + slot).to(tl.int32)
     key_head = head // (HV // HK)
-    first = (slot * HV + head) * L  # this head's oldest record
-    keys, gates = ring.k + (slot * HK + key_head) * L * K, ring.g + first * K
-    here = count + token
-    fits = new & (here < L)
     new_k = tokens.k + row * tokens.k_row + key_head * K
     new_q = tokens.q + row * tokens.q_row + key_head * K
     new_g = tokens.g + row * tokens.g_row + head * K
@@ -80,25 +73,36 @@ def weigh_kernel(
     beta = tl.load(beta, mask=new, other=0.0)
     weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
     decays += (row * HV + head) * (T + 1) * K
-
-    column = tl.arange(0, BK)
-    square = token[:, None] * BT + token[None, :]
-    _store_decays(decays, new_g, tokens.g_token, T, K, BK)
+    # Pairs in place of `solve` and `solve_own`, which will be made from them.
+    pairs_k, pairs_q = weights, weights + BT * BT
     if T <= _MOST_UNROLLED:
-        # In place of `solve` and `solve_own`, which will be made from these.
         _store_pairs(
-            weights, weights + BT * BT, new_k, tokens.k_token, new_q, tokens.q_token,
+            pairs_k, pairs_q, decays, new_k, tokens.k_token, new_q, tokens.q_token,
             new_g, tokens.g_token, ring.k, T, K, BK, BT,
         )  # fmt: skip
-    tl.debug_barrier()  # what was stored is read below
+    else:
+        so_far = tl.zeros([BK], tl.float32)
+        for i in tl.range(T):
+            g = tl.load(new_g + i * tokens.g_token + column, mask=column < K, other=0.0)
+            so_far += g
+            tl.store(decays + i * K + column, tl.exp(so_far), mask=column < K)
+    if slot < 0:
+        return
 
-    past_k, past_q = tl.zeros([BL, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
-    past = record < count
-    for start in tl.static_range(0, K, COLUMNS):
+    tl.debug_barrier()  # what was stored is read below
+    count = tl.load(cursors.pos + slot).to(tl.int32)
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys, gates = ring.k + (slot * HK + key_head) * L * K, ring.g + first * K
+    past, here = record < count, count + token
+    fits = new & (here < L)
+    square, oblong = tl.zeros([BT, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    past_k, past_q = oblong, oblong
+    for start in range(0, K, COLUMNS):
         part = start + tl.arange(0, COLUMNS)
         in_k = part < K
         k = load_rows(new_k, token, tokens.k_token, new, part, in_k)  # [BT, COLUMNS]
         k = as_held(k, tokens.k, ring.k)
+        g = load_rows(new_g, token, tokens.g_token, new, part, in_k)
         before = tl.zeros([COLUMNS], tl.float32)  # from the state to the window
         if T < L:
             q = load_rows(new_q, token, tokens.q_token, new, part, in_k)
@@ -107,49 +111,41 @@ def weigh_kernel(
             k_past = load_rows(keys, record, K, past, part, in_k)
             before = tl.sum(g_past, 0)
             k_past *= tl.exp(sums_after(g_past, SUMS))
-            past_k = exact_dot(k_past, tl.trans(k * within), past_k, FULL)
-            past_q = exact_dot(k_past, tl.trans(q * within), past_q, FULL)
+            # Each product from zero: see `triton_apply`.
+            past_k += exact_dot(k_past, tl.trans(k * within), oblong, FULL)
+            past_q += exact_dot(k_past, tl.trans(q * within), oblong, FULL)
         tl.store(decays + T * K + part, tl.exp(before), mask=in_k)
         target = here[:, None] * K + part[None, :]
         mask = fits[:, None] & in_k[None, :]
-        g = load_rows(new_g, token, tokens.g_token, new, part, in_k)
         tl.store(gates + target, g, mask=mask)
         if head % (HV // HK) == 0:
             tl.store(keys + target, k.to(ring.k.dtype.element_ty), mask=mask)
 
     if T <= _MOST_UNROLLED:
-        known = new[None, :] & (token[:, None] <= token[None, :])
-        k_k = tl.load(weights + square, mask=known & (token[:, None] < token[None, :]), other=0.0)
-        k_q = tl.load(weights + BT * BT + square, mask=known, other=0.0)
-        tl.debug_barrier()  # others may still read what is overwritten below
+        at = token[:, None] * BT + token[None, :]
+        upto = new[None, :] & (token[:, None] <= token[None, :])
+        k_k = tl.load(pairs_k + at, mask=upto & (token[:, None] < token[None, :]), other=0.0)
+        k_q = tl.load(pairs_q + at, mask=upto, other=0.0)
+        tl.debug_barrier()  # before others overwrite it
     else:
-        k_k, k_q = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
         k_k, k_q = pair_weights(
             new_k, tokens.k_token, new_q, tokens.q_token, new_g, tokens.g_token,
-            ring.k, T, column, column < K, k_k, k_q,
+            ring.k, T, column, column < K, square, square,
         )  # fmt: skip
     scaled = tl.where(token[:, None] == token[None, :], beta[None, :], 0.0)
     solve = substitute(scaled, k_k * beta[None, :], T, BT)
-    solve_own = exact_dot(solve, k_q, tl.zeros([BT, BT], tl.float32), FULL)
-    store_weights(weights, solve, solve_own, past_k, past_q, tl.full([BT], 1.0, tl.float32), BT, BL)
+    solve_own = exact_dot(solve, k_q, square, FULL)
+    from_state = tl.full([BT], 1.0, tl.float32)
+    store_weights(weights, solve, solve_own, past_k, past_q, from_state, BT, BL)
     if ring.beta is not None:
         tl.store(ring.beta + first + here, beta, mask=fits)
-
-
-@triton.jit
-def _store_decays(decays, gates, gate_stride, T: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """From the start of the window to each of its tokens, for every channel."""
-    column = tl.arange(0, BK)
-    so_far = tl.zeros([BK], tl.float32)
-    for i in tl.static_range(T):
-        so_far += tl.load(gates + i * gate_stride + column, mask=column < K, other=0.0)
-        tl.store(decays + i * K + column, tl.exp(so_far), mask=column < K)
 
 
 @triton.jit
 def _store_pairs(
     k_k,
     k_q,
+    decays,
     keys,
     key_stride,
     queries,
@@ -162,15 +158,22 @@ def _store_pairs(
     BK: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """`pair_weights` of T tokens in memory, at k_k and k_q [BT, BT], every pair by itself: no more
-    of them than there are are computed."""
+    """`pair_weights` of T tokens in memory, at k_k and k_q [BT, BT], every pair by itself, so that
+    none is computed that there is not. At `decays` [T, K]: those since the start of the window."""
     column = tl.arange(0, BK)
     in_k = column < K
-    past = ()
+    g_of, k_of, q_of = (), (), ()
     for i in tl.static_range(T):
-        a = tl.exp(tl.load(gates + i * gate_stride + column, mask=in_k, other=0.0))
-        k = as_held(tl.load(keys + i * key_stride + column, mask=in_k, other=0.0), keys, ring_keys)
-        q = tl.load(queries + i * query_stride + column, mask=in_k, other=0.0).to(tl.float32)
+        g_of = g_of + (tl.load(gates + i * gate_stride + column, mask=in_k, other=0.0),)
+        k_of = k_of + (tl.load(keys + i * key_stride + column, mask=in_k, other=0.0),)
+        q_of = q_of + (tl.load(queries + i * query_stride + column, mask=in_k, other=0.0),)
+    past = ()
+    so_far = tl.zeros([BK], tl.float32)
+    for i in tl.static_range(T):
+        so_far += g_of[i]
+        tl.store(decays + i * K + column, tl.exp(so_far), mask=in_k)
+        a = tl.exp(g_of[i])
+        k, q = as_held(k_of[i], keys, ring_keys), q_of[i].to(tl.float32)
         decayed = ()
         for j in tl.static_range(i):
             decayed = decayed + (past[j] * a,)
