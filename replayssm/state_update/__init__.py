@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,10 +37,8 @@ from replayssm.cache.replay import ReplayCache
 from replayssm.formats.codec import NonFiniteStateError, Quantized
 from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.ops.capability import BACKENDS, RING_DTYPES, choose_backend
-from replayssm.ops.gated_delta import reference as gated_delta
-from replayssm.ops.kimi_delta import reference as kimi_delta
-from replayssm.ops.mamba2 import reference as mamba2
 from replayssm.policy import PrecisionPolicy, Storage
+from replayssm.state_update.inputs import RECURRENCES, InputCheck, Inputs, select_tokens
 from replayssm.state_update.reference import Reference, check_precision, ring_parts
 
 __all__ = [
@@ -55,14 +52,6 @@ __all__ = [
 
 PREFILL_BACKEND = "reference"
 """The backend of `prefill`, whatever the update's is."""
-
-Inputs = mamba2.Mamba2Inputs | gated_delta.GatedDeltaInputs | kimi_delta.KimiDeltaInputs
-
-RECURRENCES: dict[str, tuple[ModuleType, type]] = {
-    "mamba2": (mamba2, mamba2.Mamba2Geometry),
-    "gated_delta": (gated_delta, gated_delta.GatedDeltaGeometry),
-    "kimi_delta": (kimi_delta, kimi_delta.KimiDeltaGeometry),
-}
 
 
 class StateUpdate:
@@ -111,13 +100,19 @@ class StateUpdate:
         self._reference = Reference(
             self._ops, self.geometry, policy, layer=layer, recompute=self._recompute
         )
+        self._check = InputCheck(
+            self._ops,
+            self.geometry,
+            stored_as_given=policy.ring == "input",
+            recompute=self._recompute,
+            layer=layer,
+        )
         self._kernels = None
         if choice.uses_kernels:
             from replayssm.state_update.triton_kernels import TritonKernels
 
             self._kernels = TritonKernels(recurrence, policy, layer=layer)
         self._backend = self._kernels or self._reference
-        self._checked: tuple | None = None
 
     @torch.no_grad()
     def new_cache(
@@ -199,7 +194,7 @@ class StateUpdate:
         `commit` they leave no trace, and another window overwrites them. ValueError if a row has no
         room for them; where only the GPU knows that, the row's outputs are NaN.
         """
-        tokens = self._check_inputs(cache, inputs)
+        tokens = self._check(inputs, cache)
         if self._kernels is None or (cache.known is not None and not _capturing(cache)):
             where = cache.cursor
             fits = cache.ring_len - (where if isinstance(where, int) else int(where.max()))
@@ -292,7 +287,7 @@ class StateUpdate:
 
         A ring is flushed after its L-th token, whose output is read like every other token's.
         """
-        total = self._check_inputs(cache, inputs)
+        total = self._check(inputs, cache)
         if self._kernels is not None and total == 1:
             return self._step_one(cache, inputs)
         outputs, done = [], 0
@@ -357,20 +352,12 @@ class StateUpdate:
         """
         if chunk < 1:
             raise ValueError(f"chunk {chunk}: must be at least 1")
-        first = inputs[0]
-        check_precision(first.device)
-        total = self._check_inputs(None, inputs)
-        if state is None:
-            state = torch.zeros((first.shape[0], *self.geometry.state_shape), device=first.device)
-        outputs = []
-        for start in range(0, total, chunk):
-            part = select_tokens(inputs, start, min(start + chunk, total))
-            ring = self._ops.records(part)
-            out, computed = self._ops.window(state, ring, 0, part)
-            tokens = out.shape[1]
-            state = self._ops.fold(state, ring | computed, tokens, self._ops.parameters(part))
-            outputs.append(out)
-        return torch.cat(outputs, dim=1), state
+        total = self._check(inputs)
+        parts = [
+            select_tokens(inputs, start, min(start + chunk, total))
+            for start in range(0, total, chunk)
+        ]
+        return self._reference.prefill(state, parts)
 
     @torch.no_grad()
     def state(self, cache: ReplayCache) -> Tensor:
@@ -397,53 +384,10 @@ class StateUpdate:
         error.layer, error.row = self.layer, rows[0]
         raise error
 
-    def _check_inputs(self, cache: ReplayCache | None, inputs: Inputs) -> int:
-        """Number of tokens; raises ValueError for other shapes, a narrow gate or a narrow ring."""
-        ring = None if cache is None else cache.ring
-        signature = (
-            None if ring is None else (cache.batch, *(tensor.dtype for tensor in ring.values())),
-            *(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs),
-        )
-        batch, tokens = inputs[0].shape[:2]
-        if signature == self._checked:
-            return tokens
-        if cache is not None and batch != cache.batch:
-            raise ValueError(f"inputs have {batch} rows, the cache has {cache.batch}")
-        if tokens == 0:
-            raise ValueError("inputs hold no token")
-        for name, shape in self.geometry.input_shapes.items():
-            value = getattr(inputs, name)
-            if value.shape != (batch, tokens, *shape):
-                raise ValueError(
-                    f"layer {self.layer}: {name} has shape {list(value.shape)}, "
-                    f"expected {[batch, tokens, *shape]}"
-                )
-        for name in self._ops.EXACT_INPUTS:
-            dtype = getattr(inputs, name).dtype
-            if dtype != torch.float32:
-                raise ValueError(f"layer {self.layer}: {name} is {dtype}, must be torch.float32")
-        records = self._ops.records(inputs, recompute=self._recompute) if ring else {}
-        for name, record in records.items():
-            if name in self._ops.STORED and self.policy.ring != "input":
-                continue
-            held = ring[name].dtype
-            if torch.promote_types(record.dtype, held) != held:
-                raise ValueError(
-                    f"layer {self.layer}: {name} arrives as {record.dtype}, the ring holds {held}: "
-                    "give new_cache the dtype of the inputs"
-                )
-        self._checked = signature
-        return tokens
-
 
 def _zero(storage: Storage, state: Tensor) -> Quantized:
     """A zero state as stored; it needs no random bits."""
     return replace(storage, rounding=NEAREST_EVEN).write(state)
-
-
-def select_tokens(inputs: Inputs, start: int, stop: int) -> Inputs:
-    """Tokens start .. stop-1; layer constants (at most two axes) stay whole."""
-    return type(inputs)(*(t if t is None or t.dim() < 3 else t[:, start:stop] for t in inputs))
 
 
 def _capturing(cache: ReplayCache) -> bool:

@@ -6,6 +6,7 @@ arithmetic is in `ops`, tensors are in `cache`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -40,6 +41,24 @@ class Reference:
         self._ops, self._geometry, self._policy, self._layer = ops, geometry, policy, layer
         self._recompute = recompute
         self._ring_storage = None if policy.ring == "input" else policy.ring
+
+    def prefill(self, state: Tensor | None, parts: Sequence) -> tuple[Tensor, Tensor]:
+        """Outputs of the inputs `parts`, one after the other, and the state after them.
+
+        From an FP32 state (None: zero); nothing is rounded, and nothing changes in place.
+        """
+        first = parts[0][0]
+        check_precision(first.device)
+        if state is None:
+            state = torch.zeros((first.shape[0], *self._geometry.state_shape), device=first.device)
+        outputs = []
+        for part in parts:
+            ring = self._ops.records(part)
+            out, computed = self._ops.window(state, ring, 0, part)
+            tokens = out.shape[1]
+            state = self._ops.fold(state, ring | computed, tokens, self._ops.parameters(part))
+            outputs.append(out)
+        return torch.cat(outputs, dim=1), state
 
     def window(self, cache: ReplayCache, inputs) -> tuple[Tensor, Tensor]:
         """Outputs FP32 [B, T, heads, rows], and the FP32 values of the copy that was read.
