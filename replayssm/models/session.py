@@ -1,8 +1,8 @@
 """Policies under a model: which rows of the batch keep their recurrent state in which format.
 
-Owns the recurrent state of one model instance: per layer and row group one `StateUpdate` and its
-cache, the FP32 state during prefill, and the hand-over between the two. Owns also that the last
-projection delivers FP32. Must not know token generation, lockstep or studies.
+Owns the recurrent state of one model instance, whose parts are `row_groups`, and the hand-over from
+prefill to decoding. Owns also that the last projection delivers FP32. Must not know token
+generation, lockstep or studies.
 
 A session starts from zero state and goes through two phases:
 
@@ -14,7 +14,6 @@ Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.cache.replay import ReplayCache
-from replayssm.models.adapter import Adapter, RecurrentLayer
+from replayssm.models.adapter import Adapter
 from replayssm.models.attention import shared_key_attention
 from replayssm.models.errors import UnsupportedInputError
 from replayssm.models.glue import SIDE_FUNCTIONS, glue
@@ -35,39 +34,12 @@ from replayssm.models.patching import (
     replaced_forward,
     replaced_functions,
 )
+from replayssm.models.row_groups import LayerState, RowGroup, below
 from replayssm.models.threads import few_threads
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import StateUpdate
 
 _BRANCHES = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowGroup:
-    """Consecutive batch rows that share a policy.
-
-    sequences: one id per row, the sequence number in stochastic rounding: rows with the same seed
-        and sequence draw the same bits.
-    seeds: one seed per row for stochastic rounding.
-    log_decay_factor: every log decay of these rows is multiplied by it; 1.01 is the deliberate
-        fault of a study, anything but 1.0 is wrong on purpose.
-    """
-
-    policy: PrecisionPolicy
-    sequences: tuple[int, ...]
-    seeds: tuple[int, ...]
-    log_decay_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.sequences or len(self.sequences) != len(self.seeds):
-            raise ValueError(
-                "a row group needs one sequence and one seed per row, got "
-                f"{len(self.sequences)} sequences and {len(self.seeds)} seeds"
-            )
-
-    @property
-    def rows(self) -> int:
-        return len(self.sequences)
 
 
 def describe_backends(
@@ -84,17 +56,6 @@ def describe_backends(
     if len(told) == 1:
         return next(iter(told))
     return "; ".join(f"{effective} for {', '.join(labels)}" for effective, labels in told.items())
-
-
-class _LayerState:
-    """The recurrent state of one layer: FP32 during prefill, one cache per group afterwards."""
-
-    def __init__(self, layer: RecurrentLayer, updates: list[StateUpdate]):
-        self.layer = layer
-        self.updates = updates
-        self.tokens = 0
-        self.prefill_state: Tensor | None = None
-        self.caches: list[ReplayCache] = []
 
 
 class ReplaySession:
@@ -117,7 +78,10 @@ class ReplaySession:
             self._rows.append(slice(start, start + group.rows))
             start += group.rows
         self.rows = start
-        self._layers = [self._make_layer(layer, backend) for layer in adapter.layers]
+        self._layers = [
+            LayerState(layer, adapter.family, self.groups, backend=backend)
+            for layer in adapter.layers
+        ]
         self._active: ExitStack | None = None
         self.decoding = False
         self.replaced: dict[str, str] = {}
@@ -127,24 +91,6 @@ class ReplaySession:
         # Called with (layer index, inputs of the operator, its outputs) of every decode pass, all
         # rows; may keep the tensors, must not write them.
         self.observer: Callable[[int, Any, Tensor], None] | None = None
-
-    def _make_layer(self, layer: RecurrentLayer, backend: str) -> _LayerState:
-        family = self.adapter.family
-        shapes = family.shapes(layer.mixer)
-        return _LayerState(
-            layer,
-            [
-                StateUpdate(
-                    recurrence=family.recurrence,
-                    policy=group.policy,
-                    backend=backend,
-                    device=next(layer.mixer.parameters()).device,
-                    layer=layer.index,
-                    **shapes,
-                )
-                for group in self.groups
-            ],
-        )
 
     # -- activation --------------------------------------------------------------------------------
 
@@ -186,7 +132,7 @@ class ReplaySession:
         assert active is not None
         active.close()
 
-    def _make_call(self, state: _LayerState):
+    def _make_call(self, state: LayerState):
         family, mixer = self.adapter.family, state.layer.mixer
 
         def execute(inputs: Any, *, continued: bool) -> Tensor:
@@ -201,7 +147,7 @@ class ReplaySession:
 
     # -- the recurrence ----------------------------------------------------------------------------
 
-    def _run_layer(self, state: _LayerState, inputs: Any, *, continued: bool) -> Tensor:
+    def _run_layer(self, state: LayerState, inputs: Any, *, continued: bool) -> Tensor:
         """One layer, one forward pass: FP32 outputs [B, T, H, P] of `inputs` [B, T, ...]."""
         if continued != (state.tokens > 0):
             raise UnsupportedInputError(
@@ -223,7 +169,7 @@ class ReplaySession:
             state.tokens += tokens
         return out
 
-    def _run_groups(self, state: _LayerState, inputs: Any) -> list[Tensor]:
+    def _run_groups(self, state: LayerState, inputs: Any) -> list[Tensor]:
         """Outputs of each group. In a graph that is being captured, groups are branches beside each
         other: a group has too few rows to fill a GPU.
         """
@@ -247,7 +193,7 @@ class ReplaySession:
     def _side_streams(self) -> list["torch.cuda.Stream"]:
         return [torch.cuda.Stream() for _ in range(_BRANCHES)]
 
-    def _run_group(self, state: _LayerState, index: int, inputs: Any) -> Tensor:
+    def _run_group(self, state: LayerState, index: int, inputs: Any) -> Tensor:
         group, family = self.groups[index], self.adapter.family
         if len(self.groups) > 1:
             inputs = family.select_rows(inputs, self._rows[index])
@@ -283,46 +229,22 @@ class ReplaySession:
         if len(source) != self.rows:
             raise ValueError(f"source names {len(source)} rows, the session decodes {self.rows}")
         for state, (tokens, prefill_state) in zip(self._layers, prefilled, strict=True):
-            state.caches = self._new_caches(state)
-            state.tokens, state.prefill_state = tokens, None
-            if prefill_state is None:
-                continue
-            for rows, update, cache in zip(self._rows, state.updates, state.caches, strict=True):
-                picked = torch.tensor(source[rows], device=prefill_state.device)
-                update.load(cache, prefill_state.index_select(0, picked))
+            state.hand_over(tokens, prefill_state, [source[rows] for rows in self._rows])
         self.decoding = True
-
-    def _new_caches(self, state: _LayerState) -> list[ReplayCache]:
-        mixer = state.layer.mixer
-        return [
-            update.new_cache(
-                group.rows,
-                sequence=torch.tensor(group.sequences),
-                seed=torch.tensor(group.seeds),
-                dtype=self.adapter.family.ring_dtype(mixer),
-            )
-            for group, update in zip(self.groups, state.updates, strict=True)
-        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of every cache by name, by reference; only after the hand-over."""
         assert self.decoding, "nothing to save before the hand-over"
         return {
-            f"{state.layer.index}.{group}.{name}": tensor
+            f"{state.layer.index}.{name}": tensor
             for state in self._layers
-            for group, cache in enumerate(state.caches)
-            for name, tensor in cache.state_dict().items()
+            for name, tensor in state.tensors().items()
         }
 
     def load_tensors(self, tensors: dict[str, Tensor], *, tokens: int) -> None:
         """Go on from `tensors()` of a session with the same model and groups, after `tokens`."""
         for state in self._layers:
-            state.caches, state.tokens = self._new_caches(state), tokens
-            for group, cache in enumerate(state.caches):
-                prefix = f"{state.layer.index}.{group}."
-                cache.load_state_dict(
-                    {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-                )
+            state.load_tensors(below(f"{state.layer.index}.", tensors), tokens=tokens)
         self.decoding = True
 
     def row(self, row: int) -> dict[str, Tensor]:
@@ -339,10 +261,7 @@ class ReplaySession:
         """
         assert self.decoding and len(self.groups) == 1
         for state in self._layers:
-            prefix = f"{state.layer.index}.0."
-            state.caches[0].put_row(
-                row, {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            )
+            state.put_row(row, below(f"{state.layer.index}.", tensors))
 
     def load_rows(
         self,
@@ -359,11 +278,8 @@ class ReplaySession:
         assert self.decoding and len(self.groups) == 1
         index = torch.tensor(rows)
         for layer, state in enumerate(self._layers):
-            cache = state.caches[0]
-            part = cache.select(index)
-            part.restart(sequences=sequences, seeds=seeds)
-            state.updates[0].load(part, torch.cat([row[layer] for row in states]))
-            cache.assign(index, part)
+            found = torch.cat([row[layer] for row in states])
+            state.load_rows(index, found, sequences=sequences, seeds=seeds)
 
     def replayed(self, tokens: int) -> None:
         """Say that a captured graph of one forward pass over `tokens` tokens was replayed.
@@ -443,7 +359,7 @@ class ReplaySession:
         """Elements that saturated so far at model layer `layer`: int64 [rows] for each group."""
         return [cache.saturated for cache in self._find(layer).caches]
 
-    def _find(self, layer: int) -> _LayerState:
+    def _find(self, layer: int) -> LayerState:
         for state in self._layers:
             if state.layer.index == layer:
                 return state
