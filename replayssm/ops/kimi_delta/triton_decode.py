@@ -1,6 +1,7 @@
 """One token per row, T = 1: the state is read once, one record appended.
 
-Owns the decode kernel and its launchers. The state tile meets the decayed k and q in one pass, on
+Owns the kernels of `decode` and `step` and their launchers. One finds what a head's rows have in
+common: decayed k and q, and weights of past records. The other reads the state, in one pass, on
 CUDA cores. `decode` writes no state; `step` also commits the token and flushes the rows whose ring
 it fills, in launches of their own. Outputs of a flushing step read the copy before the flush.
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
+    power_of_two,
     ring_argument,
     sizes,
     state_width,
@@ -28,17 +30,73 @@ from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.ops.kimi_delta.triton_flush import commit_and_flush
 from replayssm.ops.kimi_delta.triton_launch import default_launch
-from replayssm.ops.kimi_delta.triton_tiles import sums_after
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, precision_of
+from replayssm.ops.quantize.tiles import load_factor, load_vector_for, times_vector
+from replayssm.ops.triton_common import Cursors
 from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
+def weigh_kernel(
+    weights,  # [B, HV, 2 K + 2 BL + 4] FP32: decayed k and q, weights of past u, k times q
+    tokens,  # Tokens
+    ring,  # Ring
+    cursors,  # Cursors
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    BK: tl.constexpr,
+    BL: tl.constexpr,
+):
+    """Grid (HV, B): what a head's rows of the state have in common, and of its record what is not
+    in rows.
+
+    One warp, so that a lane has all records of its channels and adds their gates by itself.
+    """
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(cursors.slots + row).to(tl.int64)
+    column, record = tl.arange(0, BK), BL - 1 - tl.arange(0, BL)  # the newest first
+    in_k = column < K
+    at_key = head // (HV // HK) * K + column
+    k = tl.load(tokens.k + row * tokens.k_row + at_key, mask=in_k, other=0.0)
+    k = as_held(k, tokens.k, ring.k)  # [BK]
+    q = tl.load(tokens.q + row * tokens.q_row + at_key, mask=in_k, other=0.0).to(tl.float32)
+    g = tl.load(tokens.g + row * tokens.g_row + head * K + column, mask=in_k, other=0.0)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    if slot < 0:
+        return
+
+    count = tl.load(cursors.pos + slot).to(tl.int32)
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys, gates = ring.k + (slot * HK + head // (HV // HK)) * L * K, ring.g + first * K
+    k_past = load_rows(keys, record, K, record < count, column, in_k)  # [BL, BK]
+    # Of each record the gates of the next one: what it has decayed by since is their sum.
+    g_next = load_rows(gates + K, record, K, record + 1 < count, column, in_k)
+    g_first = tl.load(gates + column, mask=in_k & (count > 0), other=0.0)
+    after = tl.cumsum(g_next, 0) + g[None, :]
+    from_state = tl.exp(g_first + (tl.sum(g_next, 0) + g))
+    decayed = k_past * tl.exp(after)
+    weights += (row * HV + head) * (2 * K + 2 * BL + 4)
+    tl.store(weights + column, k * from_state, mask=in_k)
+    tl.store(weights + K + column, q * from_state, mask=in_k)
+    tl.store(weights + 2 * K + record, tl.sum(decayed * k[None, :], 1))
+    tl.store(weights + 2 * K + BL + record, tl.sum(decayed * q[None, :], 1))
+    tl.store(weights + 2 * K + 2 * BL, tl.sum(k * q, 0))
+    if count < L:
+        tl.store(gates + count * K + column, g, mask=in_k)
+        if ring.beta is not None:
+            tl.store(ring.beta + first + count, beta)
+        if head % (HV // HK) == 0:
+            tl.store(keys + count * K + column, k.to(ring.k.dtype.element_ty), mask=in_k)
+
+
+@triton.jit
 def decode_kernel(
     out,  # [B, HV, V] FP32
+    weights,  # of `weigh_kernel`
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
@@ -49,7 +107,6 @@ def decode_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
-    SUMS: tl.constexpr,  # precision of sums of gates
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
@@ -57,60 +114,39 @@ def decode_kernel(
     """Grid (tiles of V, HV, B)."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
-    in_v, in_k = value < V, column < K
+    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    in_v = value < V
     out += (row * HV + head) * V + value
     if slot < 0:
         tl.store(out, tl.zeros([BV], tl.float32), mask=in_v)
         return
 
+    # Everything is asked for before anything is computed.
     count = tl.load(cursors.pos + slot).to(tl.int32)
-    past = record < count
-    fits = count < L  # a ring without room is a caller's mistake; no number may come of it
-    key_head = head // (HV // HK)
-    at_key = key_head * K + column
-    k = tl.load(tokens.k + row * tokens.k_row + at_key, mask=in_k, other=0.0)
-    k = as_held(k, tokens.k, ring.k)  # [BK]
-    q = tl.load(tokens.q + row * tokens.q_row + at_key, mask=in_k, other=0.0).to(tl.float32)
-    g = tl.load(tokens.g + row * tokens.g_row + head * K + column, mask=in_k, other=0.0)
-    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
-    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
-    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
-
-    first = (slot * HV + head) * L  # this head's oldest record
-    keys, gates = ring.k + (slot * HK + key_head) * L * K, ring.g + first * K
-    k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
-    g_past = load_rows(gates, record, K, past, column, in_k)  # [BL, BK]
-    u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
-    total = tl.sum(g_past, 0) + g  # [BK]
-    after = sums_after(g_past, SUMS) + g[None, :]  # [BL, BK]
     state_row = head * V + value
     in_rows = None if V % BV == 0 else in_v
-    s = load_unscaled(read, slot, state_row, in_rows, K, BK, READ)  # [BV, BK]
-    factor = row_factor(read, slot, state_row, in_rows, V, READ)
-    from_state = tl.exp(total)
-    state_k = factor * tl.sum(s * (k * from_state)[None, :], 1)
-    state_q = factor * tl.sum(s * (q * from_state)[None, :], 1)
-    decayed = k_past * tl.exp(after)
-    past_k, past_q = tl.sum(decayed * k[None, :], 1), tl.sum(decayed * q[None, :], 1)  # [BL]
-    predicted = state_k + tl.sum(u_past * past_k[:, None], 0)
-    answer = state_q + tl.sum(u_past * past_q[:, None], 0)
-    u = beta * (v - predicted)  # [BV]
-    answer = tl.where(fits, answer + u * tl.sum(k * q, 0), float("nan"))
-    tl.store(out, answer, mask=in_v)
+    state = load_factor(read, slot, state_row, in_rows, V, K, BK, READ)
+    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    weights += (row * HV + head) * (2 * K + 2 * BL + 4)
+    w_k = tl.load(weights + 2 * K + record)
+    w_q = tl.load(weights + 2 * K + BL + record)
+    k_q = tl.load(weights + 2 * K + 2 * BL)
+    first = (slot * HV + head) * L  # this head's oldest record
+    u_past = load_rows(ring.u + first * V, record, V, record < count, value, in_v)  # [BL, BV]
 
-    here = first + count
-    if fits:
-        tl.store(ring.u + here * V + value, u, mask=in_v)
+    k, q = load_vector_for(weights, K, BK, READ), load_vector_for(weights + K, K, BK, READ)
+    predicted = times_vector(state, k, K, BK, READ) + tl.sum(u_past * w_k[:, None], 0)
+    answer = times_vector(state, q, K, BK, READ) + tl.sum(u_past * w_q[:, None], 0)
+    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
+    u = beta * (v - predicted)  # [BV]
+    # A ring without room is a caller's mistake; no number may come of it.
+    tl.store(out, tl.where(count < L, answer + u * k_q, float("nan")), mask=in_v)
+    if count < L:
+        at = (first + count) * V + value
+        tl.store(ring.u + at, u, mask=in_v)
         if ring.v is not None:
-            tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
-        if tile == 0:
-            tl.store(gates + count * K + column, g, mask=in_k)
-            if ring.beta is not None:
-                tl.store(ring.beta + here, beta)
-            if head % (HV // HK) == 0:
-                k_held = k.to(ring.k.dtype.element_ty)
-                tl.store(keys + count * K + column, k_held, mask=in_k)
+            tl.store(ring.v + at, v.to(ring.v.dtype.element_ty), mask=in_v)
 
 
 def decode(
@@ -142,16 +178,21 @@ def decode(
     constants = sizes(ring, policy)
     rows = len(cursors.slots)
     launch = launch or default_launch("decode", policy, constants, rows)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    decode_kernel[(launch.tiles(constants), constants["HV"], rows)](
+    tokens, device = token_argument(inputs), inputs.v.device
+    heads, room = constants["HV"], 2 * constants["K"] + 2 * constants["BL"] + 4
+    weights = torch.empty(rows, heads, room, dtype=torch.float32, device=device)
+    keys = power_of_two(constants["K"])
+    weigh_kernel[(heads, rows)](weights, tokens, ring, cursors, **constants, BK=keys, num_warps=1)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=device)
+    decode_kernel[(launch.tiles(constants), heads, rows)](
         out,
-        token_argument(inputs),
+        weights,
+        tokens,
         ring,
         cursors,
         stored(read),
         **constants,
         READ=policy.read_storage,
-        SUMS=precision_of(torch.float32, torch.bfloat16),
         **launch.options(),
         BV=launch.block_v,
         BK=state_width(policy, constants),
