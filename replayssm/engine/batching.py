@@ -15,8 +15,7 @@ whole rings (`prefill`).
 V: vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 
 import torch
@@ -25,10 +24,11 @@ from torch import Tensor
 from replayssm.engine.graphs import StepGraphs
 from replayssm.engine.lockstep import ROW_MULTIPLE
 from replayssm.engine.prefills import MOST_TOGETHER, PrefillCache
+from replayssm.engine.requests import Completion, Lane, Request, Row
 from replayssm.engine.sampling import Sampler
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
-from replayssm.models.kv_cache import Cache, cache_tensors, filled_cache
+from replayssm.models.kv_cache import cache_tensors, filled_cache
 from replayssm.models.lanes import LaneCache
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.policy import PrecisionPolicy
@@ -41,72 +41,6 @@ _MOST_READ = 64
 
 # A sixteenth of the lanes may stand free until they are refilled together.
 _LANES_PER_REFILL = 16
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """One sequence to be continued.
-
-    prompt: token ids, at least one.
-    max_new_tokens: it is cut after that many.
-    sequence: its number in random bits, of sampling and of stochastic rounding, in [0, 2^32).
-    stop: called with the new tokens after each of them (stop tokens excepted); true ends it.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sequence: int = 0
-    stop: Callable[[Sequence[int]], bool] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError("a prompt needs at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.sequence < 1 << 32:
-            raise ValueError(f"sequence must be in [0, 2^32), got {self.sequence}")
-
-    @property
-    def room(self) -> int:
-        """Tokens it may become long."""
-        return len(self.prompt) + self.max_new_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What a request generated: its place among the requests, the new ids, and why it ended.
-
-    tokens: without the stop token. finish: "stop_token", "stop" (the request's own `stop`), or
-    "length".
-    """
-
-    index: int
-    tokens: tuple[int, ...]
-    finish: str
-
-
-@dataclass(kw_only=True)
-class _Lane:
-    index: int
-    request: Request
-    position: int  # tokens read so far, prompt included
-    unread: list[int] = field(default_factory=list)  # of the prompt
-    tokens: list[int] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Row:
-    """A sequence on its way into a lane, with its attention cache.
-
-    Its recurrent state is either FP32, one tensor a layer (`states`), from a prefill, of which
-    `logits` [V] are the last; or as stored under the policy, by name (`tensors`).
-    """
-
-    lane: _Lane
-    cache: Cache
-    states: list[Tensor] | None = None
-    logits: Tensor | None = None
-    tensors: dict[str, Tensor] | None = None
 
 
 @torch.inference_mode()
@@ -152,7 +86,7 @@ def generate_many(
         waiting = batch.prefilled(requests, prefills)
     sampler, stops = sampler or Sampler(), frozenset(stop_tokens)
 
-    def advance(running: list[_Lane], logits: Tensor) -> list[Completion]:
+    def advance(running: list[Lane], logits: Tensor) -> list[Completion]:
         return _advance(running, logits, sampler, stops, policy)
 
     more = True
@@ -188,7 +122,7 @@ def generate_many(
 
 
 def _advance(
-    running: list[_Lane], logits: Tensor, sampler: Sampler, stops: frozenset[int], policy
+    running: list[Lane], logits: Tensor, sampler: Sampler, stops: frozenset[int], policy
 ) -> list[Completion]:
     """Append the next token, chosen from `logits` [lanes, V], to each lane; those that end."""
     chosen = sampler.choose(
@@ -233,7 +167,7 @@ class _Batch:
         backend: str,
         graphs: str,
     ):
-        self.lanes: list[_Lane | None] = [None] * lanes
+        self.lanes: list[Lane | None] = [None] * lanes
         self.refill = max(1, lanes // _LANES_PER_REFILL)
         self._adapter, self._policy, self._seed = adapter, policy, seed
         self._backend, self._mode = backend, graphs
@@ -248,7 +182,7 @@ class _Batch:
         return any(lane is not None for lane in self.lanes)
 
     # -- prompts -----------------------------------------------------------------------------------
-    def prefilled(self, requests: Iterable[Request], prefills: PrefillCache) -> Iterator[_Row]:
+    def prefilled(self, requests: Iterable[Request], prefills: PrefillCache) -> Iterator[Row]:
         """Each request after its whole prompt has been prefilled; those that may become longest
         first: storage for all is there when steps are captured as graphs.
         """
@@ -260,14 +194,14 @@ class _Batch:
         for (index, request), (prompt, logits) in zip(ordered, run, strict=True):
             length = len(request.prompt)
             self._open(prompt)
-            yield _Row(
-                lane=_Lane(index=index, request=request, position=length),
+            yield Row(
+                lane=Lane(index=index, request=request, position=length),
                 cache=prompt.cache,
                 states=[state for _, state in prompt.session.prefill_states()],
                 logits=logits,
             )
 
-    def read(self, requests: Iterable[Request], prefill: int) -> Iterator[_Row]:
+    def read(self, requests: Iterable[Request], prefill: int) -> Iterator[Row]:
         """Each request after its prompt has been read under the policy, as far as whole windows go.
 
         As many prompts as there are lanes are read together, but no more than _MOST_READ, longest
@@ -286,7 +220,7 @@ class _Batch:
 
     def _read_group(
         self, group: list[tuple[int, Request]], first: int, width: int
-    ) -> Iterator[_Row]:
+    ) -> Iterator[Row]:
         window = self._policy.ring_len * max(1, 16 // self._policy.ring_len)
         rows = [request for _, request in group]
         rows += [rows[0]] * (width - len(rows))
@@ -306,7 +240,7 @@ class _Batch:
             if left:
                 stream.step(tokens[:, stream.position : stream.position + window])
 
-    def _taken(self, stream: Stream, row: int, index: int, request: Request) -> _Row:
+    def _taken(self, stream: Stream, row: int, index: int, request: Request) -> Row:
         """A copy of row `row` of `stream`, with the rest of its prompt unread."""
         at = stream.position
         cache = filled_cache(
@@ -315,8 +249,8 @@ class _Batch:
             rows=[row],
             capacity=request.room,
         )
-        return _Row(
-            lane=_Lane(index=index, request=request, position=at, unread=list(request.prompt[at:])),
+        return Row(
+            lane=Lane(index=index, request=request, position=at, unread=list(request.prompt[at:])),
             tensors={k: v.clone() for k, v in stream.session.row(row).items()},
             cache=cache,
             logits=None,
@@ -352,7 +286,7 @@ class _Batch:
         self._cache = LaneCache(self._adapter, prefilled.cache, lanes)
 
     # -- lanes -------------------------------------------------------------------------------------
-    def start(self, rows: Sequence[_Row]) -> None:
+    def start(self, rows: Sequence[Row]) -> None:
         """Put sequences into the first free lanes."""
         places = self.free()[: len(rows)]
         fresh = [(place, row) for place, row in zip(places, rows, strict=True) if row.states]

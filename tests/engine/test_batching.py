@@ -145,7 +145,11 @@ def test_attention_by_kernel_depends_on_the_row_only(logits_seen, monkeypatch):
     """The GPU's path, in the interpreter: other neighbours, another order, another storage."""
     needs_interpreter()
     monkeypatch.setattr(attention, "runs_kernel", lambda device: True)
-    adapter, asked = Adapter(tiny_model("qwen3_5")), requests(5, seed=3)
+    adapter = Adapter(tiny_model("qwen3_5"))
+    asked = [
+        Request(prompt=r.prompt[:9], max_new_tokens=2 + i, sequence=r.sequence)
+        for i, r in enumerate(requests(4, seed=3))
+    ]
     first = run(adapter, asked)
     kept = dict(logits_seen)
     logits_seen.clear()
