@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -229,11 +230,15 @@ def flushing(session: ReplaySession) -> Callable[[], None]:
     return call
 
 
-def recurrence_alone(session: ReplaySession, inputs, keep: int) -> Callable[[], None]:
-    """What the recurrent layers do of a step, or of a verification that keeps `keep` tokens."""
+def recurrence_alone(
+    session: ReplaySession, inputs, keep: int, *, most_layers: int | None = None
+) -> Callable[[], None]:
+    """What the recurrent layers, or the first `most_layers` of them, do of a step, or of a
+    verification that keeps `keep` tokens.
+    """
 
     def call() -> None:
-        for update, cache in layers(session):
+        for update, cache in islice(layers(session), most_layers):
             session.reader(update, cache, inputs)
             if session.reader is StateUpdate.window:
                 update.commit(cache, keep)
