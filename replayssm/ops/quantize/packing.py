@@ -90,21 +90,28 @@ def pack_pairs(code):
 
 
 @triton.jit
-def round_to_e2m1_pairs(x):
-    """Bytes [R, C] of the E2M1 codes of FP32 x [R, 2 * C], |x| < 7, to nearest, ties to even.
+def round_to_e2m1_pairs(magnitude, signs):
+    """Bytes [R, C] of the E2M1 codes of FP32 magnitudes [R, 2 * C] below 7, to nearest, ties to
+    even, with the signs of the patterns `signs` (int32).
 
-    Adding 2^22 times the binade rounds to steps of half a binade and leaves their number in the
-    lowest bits; two codes more for each binade above the first make it the code. The two that come
-    with the exponent's pattern, 254 + 2 e, complete it to 256. Shifts and masks run at half the
-    rate of additions and products: signs join in pairs.
+    A code counts steps: of 1/2 up to 2, of 1 from code 4 at 2, and of 2 from code 6 at 4. Counted
+    with each step, the least is right, for steps too small count too many, and too large ones start
+    too high. Adding 3 * 2^22 rounds to a whole number and leaves it in the lowest bits.
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1] // 2
-    bits = x.to(tl.int32, bitcast=True)
-    binade = tl.maximum(bits & 0x7F800000, 0x3F800000)
-    t = tl.abs(x) + binade.to(tl.float32, bitcast=True) * (2.0**22 + 1.0)
-    t = t.to(tl.int32, bitcast=True) + (binade >> 22)
-    low, high = tl.split(tl.reshape(t, [R, C, 2]))
-    sign_low, sign_high = tl.split(tl.reshape(bits, [R, C, 2]))
-    signs = ((sign_low >> 28) & 0x08) | ((sign_high >> 24) & 0x80)
-    return (((low + (high << 4)) & 0x77) | signs).to(tl.uint8)
+    R: tl.constexpr = magnitude.shape[0]
+    C: tl.constexpr = magnitude.shape[1] // 2
+    code = tl.minimum(_whole(magnitude, 2.0, 0), _whole(magnitude, 1.0, 2))
+    code = tl.minimum(code, _whole(magnitude, 0.5, 4))
+    low, high = tl.split(tl.reshape(code, [R, C, 2]))
+    sign_low, sign_high = tl.split(tl.reshape(signs, [R, C, 2]))
+    pair = (sign_high & -0x80000000) | ((sign_low >> 4) & 0x08000000)
+    return (low + (high << 4) + ((pair >> 24) & 0xFF)).to(tl.uint8)
+
+
+@triton.jit
+def _whole(magnitude, STEPS: tl.constexpr, FIRST: tl.constexpr):
+    """Patterns of FP32 3 * 2^22 + FIRST + magnitude * STEPS, rounded to whole numbers; FIRST is
+    even, and so ties go where they should."""
+    steps = tl.full(magnitude.shape, STEPS, tl.float32)
+    start = tl.full(magnitude.shape, 12582912.0 + FIRST, tl.float32)
+    return tl.fma(magnitude, steps, start).to(tl.int32, bitcast=True)

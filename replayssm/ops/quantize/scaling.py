@@ -93,8 +93,10 @@ def _rounded_block_scale(amax, scale, TOP: tl.constexpr, FORMAT: tl.constexpr):
         s = minus_quotient(value * -scale, tl.full([1, 1], TOP, tl.float32))
     else:
         s = tl.div_rn(tl.div_rn(value, TOP), scale)
-    s = tl.where(s == 0.0, fact(FORMAT, "zero_block_scale"), s)
-    s = tl.where(s < fact(FORMAT, "scale_floor"), fact(FORMAT, "scale_floor"), s)
+    if fact(FORMAT, "zero_block_scale") > 0:
+        s = tl.where(s == 0.0, fact(FORMAT, "zero_block_scale"), s)
+    if fact(FORMAT, "scale_floor") > 0:
+        s = tl.where(s < fact(FORMAT, "scale_floor"), fact(FORMAT, "scale_floor"), s)
     return round_to_format(s, None, fact(FORMAT, "scale_format"), _NEAREST_EVEN, True)[0]
 
 

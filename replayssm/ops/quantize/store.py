@@ -88,6 +88,9 @@ def store_tile(
             amax = tl.max(magnitude, 1)
         else:
             amax = tl.max(tl.reshape(magnitude, [R, BLOCKS, SIZE]), 2)
+            # Every lane of a block has this. Gathered in place, each element is in one thread: the
+            # scales, forty instructions each, are then chosen once.
+            amax = tl.gather(amax, tl.broadcast_to(tl.arange(0, BLOCKS)[None, :], amax.shape), 1)
         peak = tl.max(amax)
     else:
         tl.static_assert(SCALES == "nvfp4" and matrix_amax is not None)
@@ -107,17 +110,16 @@ def store_tile(
         tl.store(stored.scale + slot * stored.scale_slot + row, scale, mask=in_rows)
         x = tl.div_rn(x, scale[:, None])
     elif SCALES != "none":
-        blocks = tl.reshape(x, [R, BLOCKS, SIZE])
         if SCALES == "mx":
             code = mx_scale_code(amax, FORMAT)
-            inverse = power_of_two(254 - code)
-            blocks = blocks * inverse[:, :, None]
-            highest = magnitude_bits(amax.to(tl.float32, bitcast=True) * inverse)
+            s = power_of_two(254 - code)
+            whole = s
+            highest = magnitude_bits(amax.to(tl.float32, bitcast=True) * s)
             may_overflow = tl.max(highest) > LIMIT
             code = code.to(tl.uint8)
         elif scales is not None:
             s, may_overflow = scales
-            blocks = to_codes(blocks, s, _scale_of_one(matrix_amax, FORMAT)[:, None], FORMAT)
+            whole = _scale_of_one(matrix_amax, FORMAT)
         else:
             if matrix_amax is None and R == TILE_ROWS:
                 matrix_amax = peak
@@ -126,24 +128,32 @@ def store_tile(
                 per_matrix = tensor_scale(largest, FORMAT)
             else:
                 per_matrix = _scale_of_one(matrix_amax, FORMAT)
-            per_row = _of_rows(per_matrix, R)
-            _store_tensor_scale(per_row, stored, slot, row, in_rows, ROWS)
-            s = block_scale(blocks, amax, per_row[:, None], FORMAT)
-            blocks = to_codes(blocks, s, per_row[:, None], FORMAT)
-            may_overflow = _largest_code(amax, s, per_row, FORMAT) > LIMIT
+            whole = _of_rows(per_matrix, R)
+            _store_tensor_scale(whole, stored, slot, row, in_rows, ROWS)
+            s = block_scale(tl.reshape(x, [R, BLOCKS, SIZE]), amax, whole[:, None], FORMAT)
+            may_overflow = _takes_care(amax, s, whole, FORMAT, LIMIT)
             code = encode_elements(s, fact(FORMAT, "scale_format"))
         if scales is None:
             base = stored.scale + slot * stored.scale_slot
             store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, BLOCKS)
-        x = tl.reshape(blocks, [R, WIDTH])
+        if not NEAREST_E2M1:
+            x = _in_units(x, s, whole, STORAGE)
 
     data = stored.data + slot * stored.data_slot
     SATURATE: tl.constexpr = fact(STORAGE, "saturate")
     if NEAREST_E2M1:
+        # Signs join last. Each branch takes its own quotients: none wait in registers for it.
+        signs = x.to(tl.int32, bitcast=True)
         if may_overflow:
-            x, overflows = saturate_magnitude(x, ELEMENT, LIMIT)
+            units, overflows = saturate_magnitude(
+                _in_units(tl.abs(x), s, whole, STORAGE), ELEMENT, LIMIT
+            )
             over = tl.sum(overflows.to(tl.int32))
-        packed = round_to_e2m1_pairs(x)
+            if SCALES == "nvfp4":
+                units, signs = _without_vanished(units, s), _without_vanished(signs, s)
+            packed = round_to_e2m1_pairs(units, signs)
+        else:
+            packed = round_to_e2m1_pairs(_in_units(tl.abs(x), s, whole, STORAGE), signs)
     else:
         STOCHASTIC_HALF: tl.constexpr = is_stochastic_half(ELEMENT, ROUNDING, SATURATE)
         random = None
@@ -164,14 +174,31 @@ def store_tile(
     if is_packed(STORAGE):
         if not NEAREST_E2M1:
             packed = pack_pairs(codes)
-        if SCALES == "nvfp4":  # a block whose scale is 0 has codes of +0
-            pairs = tl.reshape(packed, [R, BLOCKS, SIZE // 2])
-            pairs = tl.where((s == 0.0)[:, :, None], 0, pairs)
-            packed = tl.reshape(pairs, [R, WIDTH // 2])
+            if SCALES == "nvfp4":
+                packed = _without_vanished(packed, s)
         store_matrix(data, row, in_rows, packed, (COLS + 1) // 2, WIDTH // 2)
     else:
         store_matrix(data, row, in_rows, codes, COLS, WIDTH)
     return over, not_finite
+
+
+@triton.jit
+def _in_units(x, s, whole, STORAGE: tl.constexpr):
+    """x [R, columns] in units of the code grid: block scales s [R, BLOCKS], inverted ones where
+    they are powers of two, tensor scales `whole`."""
+    blocks = tl.reshape(x, [x.shape[0], s.shape[1], x.shape[1] // s.shape[1]])
+    if scales_of(STORAGE) == "mx":
+        blocks = blocks * s[:, :, None]
+    else:
+        blocks = to_codes(blocks, s, whole[:, None], fact(STORAGE, "format"))
+    return tl.reshape(blocks, x.shape)
+
+
+@triton.jit
+def _without_vanished(x, s):
+    """x [R, columns], but 0 in blocks whose scales s [R, BLOCKS] are 0: their codes are +0."""
+    blocks = tl.reshape(x, [x.shape[0], s.shape[1], x.shape[1] // s.shape[1]])
+    return tl.reshape(tl.where((s == 0.0)[:, :, None], 0, blocks), x.shape)
 
 
 @triton.jit
@@ -210,7 +237,7 @@ def store_scales(
     base = stored.scale + slot * stored.scale_slot
     store_matrix(base, row, in_rows, code, (COLS + SIZE - 1) // SIZE, WIDTH // SIZE)
     LIMIT: tl.constexpr = largest_that_fits(element_of(STORAGE), fact(STORAGE, "rounding"))
-    return s, _largest_code(amax, s, per_row, FORMAT) > LIMIT
+    return s, _takes_care(amax, s, per_row, FORMAT, LIMIT)
 
 
 @triton.jit
@@ -235,7 +262,8 @@ def _store_tensor_scale(per_row, stored, slot, row, in_rows, ROWS: tl.constexpr)
 
 
 @triton.jit
-def _largest_code(amax, s, per_row, FORMAT: tl.constexpr):
-    """Pattern of the largest magnitude that rounding to codes meets."""
+def _takes_care(amax, s, per_row, FORMAT: tl.constexpr, LIMIT: tl.constexpr):
+    """Whether any code may overflow, or a block scale is 0."""
     highest = amax.to(tl.float32, bitcast=True)[:, :, None]
-    return tl.max(magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT)))
+    highest = magnitude_bits(to_codes(highest, s, per_row[:, None], FORMAT))
+    return tl.max(tl.where((s == 0.0)[:, :, None], 0x7F800000, highest)) > LIMIT
