@@ -47,18 +47,26 @@ def run(adapter, asked, policy=FP32, **options):
     return {asked[c.index].sequence: (c.tokens, c.finish) for c in done}
 
 
+def answered_the_same(seen, adapter, asked, *others, **options):
+    """Answers to `asked`; those of each of `others`, (requests, options), are checked to have the
+    same tokens and the same bits in every row of logits."""
+    first = run(adapter, asked, **options)
+    kept = dict(seen)
+    for other, more in others:
+        seen.clear()
+        again = run(adapter, other, **options | more)
+        assert again == {key: first[key] for key in again}
+        for where, row in seen.items():
+            assert torch.equal(row, kept[where]), (where, more)
+    return first
+
+
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
 def test_order_neighbours_and_batch_size_change_no_bit(name, logits_seen):
     adapter = Adapter(tiny_model(name))
     asked = requests(10)
-    first = run(adapter, asked, lanes=8)
-    kept = dict(logits_seen)
-    for other, lanes in ((asked[:2:-1], 8), (asked[3:8], 16)):
-        logits_seen.clear()
-        again = run(adapter, other, lanes=lanes)
-        assert again == {key: first[key] for key in again}
-        for where, row in logits_seen.items():
-            assert torch.equal(row, kept[where]), (where, lanes)
+    others = (asked[:2:-1], {"lanes": 8}), (asked[3:8], {"lanes": 16})
+    answered_the_same(logits_seen, adapter, asked, *others, lanes=8)
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
@@ -69,13 +77,8 @@ def test_prompts_of_several_windows_do_not_depend_on_the_batch(name, logits_seen
         for r in requests(7, seed=7)
     ]
     assert {len(request.prompt) // 64 for request in long} == {0, 1}
-    first = run(adapter, long, lanes=8)
-    kept = dict(logits_seen)
-    for other, lanes in ((long[::-1], 1), (long[2:], 3), (long, 16)):
-        logits_seen.clear()
-        again = run(adapter, other, lanes=lanes)
-        assert again == {key: first[key] for key in again}
-        assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+    others = (long[::-1], {"lanes": 1}), (long[2:], {"lanes": 3}), (long, {"lanes": 16})
+    first = answered_the_same(logits_seen, adapter, long, *others, lanes=8)
     for request in long[:2]:
         prompt, new = torch.tensor([request.prompt]), request.max_new_tokens
         (alone,) = generate(adapter, prompt, FP32, max_new_tokens=new)
@@ -101,13 +104,8 @@ def test_more_prompts_than_are_read_side_by_side(logits_seen, monkeypatch):
 def test_rounded_states_do_not_depend_on_the_batch_either(name, policy, logits_seen):
     adapter, policy = Adapter(tiny_model(name)), parse_policy(policy)
     asked = requests(10, seed=1)
-    sampler = Sampler(temperature=1.0, seed=5)
-    first = run(adapter, asked, policy, lanes=8, sampler=sampler, seed=3)
-    kept = dict(logits_seen)
-    logits_seen.clear()
-    again = run(adapter, asked[:3:-1], policy, lanes=8, sampler=sampler, seed=3)
-    assert again == {key: first[key] for key in again}
-    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+    options = {"policy": policy, "sampler": Sampler(temperature=1.0, seed=5), "seed": 3}
+    answered_the_same(logits_seen, adapter, asked, (asked[:3:-1], {}), lanes=8, **options)
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
@@ -150,12 +148,7 @@ def test_attention_by_kernel_depends_on_the_row_only(logits_seen, monkeypatch):
         Request(prompt=r.prompt[:9], max_new_tokens=2 + i, sequence=r.sequence)
         for i, r in enumerate(requests(4, seed=3))
     ]
-    first = run(adapter, asked)
-    kept = dict(logits_seen)
-    logits_seen.clear()
-    again = run(adapter, asked[:1:-1])
-    assert again == {key: first[key] for key in again}
-    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+    answered_the_same(logits_seen, adapter, asked, (asked[:1:-1], {}))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1"])
@@ -165,12 +158,8 @@ def test_prompts_read_under_the_policy_do_not_depend_on_the_batch(name, logits_s
         Request(prompt=[*r.prompt] * 3, max_new_tokens=6, sequence=r.sequence)
         for r in requests(10, seed=4)
     ]
-    first = run(adapter, long, policy, lanes=8, prefill=2)
-    kept = dict(logits_seen)
-    logits_seen.clear()
-    again = run(adapter, long[:2:-1], policy, lanes=16, prefill=2)
-    assert again == {key: first[key] for key in again}
-    assert all(torch.equal(row, kept[where]) for where, row in logits_seen.items())
+    other = long[:2:-1], {"lanes": 16}
+    answered_the_same(logits_seen, adapter, long, other, policy=policy, lanes=8, prefill=2)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "zamba2"])

@@ -14,6 +14,7 @@ from recurrence_cases import (
 )
 
 from replayssm.ops.gated_delta import GatedDeltaInputs
+from replayssm.ops.kimi_delta import KimiDeltaInputs
 from replayssm.ops.mamba2 import Mamba2Inputs
 from replayssm.state_update import RECURRENCES
 
@@ -43,23 +44,27 @@ def test_mamba2_oracle_follows_the_formula_element_by_element():
             assert S == pytest.approx(last[0, h, p].tolist(), abs=1e-13)
 
 
-def test_gated_delta_oracle_follows_the_formula_element_by_element():
+@pytest.mark.parametrize("recurrence", ["gated_delta", "kimi_delta"])
+def test_delta_rule_oracles_follow_the_formula_element_by_element(recurrence):
+    """A decay for each key channel, or the same for all."""
     q, k = torch.randn(1, 3, 2, 3).double(), torch.randn(1, 3, 2, 3).double() / 2
-    v, g = torch.randn(1, 3, 4, 2).double(), -torch.rand(1, 3, 4).double()
-    beta = torch.rand(1, 3, 4).double()
-    ops = RECURRENCES["gated_delta"][0]
+    v, beta = torch.randn(1, 3, 4, 2).double(), torch.rand(1, 3, 4).double()
+    make, channels = (GatedDeltaInputs, 1) if recurrence == "gated_delta" else (KimiDeltaInputs, 3)
+    g = -torch.rand(1, 3, 4, channels).double()
+    inputs = make(q, k, v, g.squeeze(-1), beta)
     state = torch.randn(1, 4, 2, 3).double()
-    outputs, last = ops.recurrence(state, GatedDeltaInputs(q, k, v, g, beta))
+    outputs, last = RECURRENCES[recurrence][0].recurrence(state, inputs)
     for h in range(4):
         key = h // 2
         for row in range(2):
             S = state[0, h, row].tolist()
             for t in range(3):
-                alpha = math.exp(float(g[0, t, h]))
                 kt, qt = k[0, t, key].tolist(), q[0, t, key].tolist()
-                predicted = alpha * sum(s * c for s, c in zip(S, kt, strict=True))
+                alpha = g[0, t, h].exp().expand(3).tolist()
+                S = [a * s for a, s in zip(alpha, S, strict=True)]
+                predicted = sum(s * c for s, c in zip(S, kt, strict=True))
                 u = float(beta[0, t, h]) * (float(v[0, t, h, row]) - predicted)
-                S = [alpha * s + u * c for s, c in zip(S, kt, strict=True)]
+                S = [s + u * c for s, c in zip(S, kt, strict=True)]
                 o = sum(s * c for s, c in zip(S, qt, strict=True))
                 assert o == pytest.approx(float(outputs[0, t, h, row]), abs=1e-13)
             assert S == pytest.approx(last[0, h, row].tolist(), abs=1e-13)
