@@ -221,7 +221,7 @@ def _attends_by_kernel(module: nn.Module, mask: Tensor | None, cache) -> bool:
 
 def gated_attention(module: nn.Module, forward: Callable) -> Callable:
     """Heads of queries with a gate beside each, norms, and a rotation of their first elements."""
-    from replayssm.ops.glue.triton_glue import gated
+    from replayssm.ops.glue.triton_gates import gated
     from replayssm.ops.glue.triton_layers import rotated_heads
 
     def run(hidden_states: Tensor, position_embeddings, attention_mask=None, **kwargs):
@@ -264,7 +264,7 @@ def plain_attention(module: nn.Module, forward: Callable) -> Callable:
 
 
 def gated_mlp(module: nn.Module, forward: Callable) -> Callable:
-    from replayssm.ops.glue.triton_glue import gated
+    from replayssm.ops.glue.triton_gates import gated
 
     if module.config.hidden_act not in SILU:
         return forward
@@ -277,7 +277,7 @@ def gated_mlp(module: nn.Module, forward: Callable) -> Callable:
 
 
 def squared_mlp(module: nn.Module, forward: Callable) -> Callable:
-    from replayssm.ops.glue.triton_glue import squared_relu
+    from replayssm.ops.glue.triton_gates import squared_relu
 
     if module.config.mlp_hidden_act != "relu2":
         return forward

@@ -13,14 +13,14 @@ from replayssm.models.errors import UnsupportedInputError
 from replayssm.models.kv_cache import cache_tensors
 from replayssm.models.session import ReplaySession, RowGroup
 from replayssm.ops import capability
-from replayssm.ops.glue import triton_glue, triton_layers
+from replayssm.ops.glue import triton_gates, triton_glue, triton_layers
 from replayssm.policy import parse_policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 KERNELS = {
-    triton_glue: ("rms_norm", "convolution_step", "convolution", "gated", "unit_vectors")
-    + ("step_size", "squared_relu"),
+    triton_glue: ("rms_norm", "convolution_step", "convolution", "unit_vectors"),
+    triton_gates: ("gated", "step_size", "squared_relu"),
     triton_layers: ("delta_inputs", "scan_inputs", "rotated_heads"),
 }
 # What the tables name for an architecture: its kernels. (On the CPU attention is the library's.)

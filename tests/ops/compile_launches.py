@@ -28,7 +28,7 @@ from replayssm.ops.gated_delta import triton_flush as gated_delta_flush
 from replayssm.ops.gated_delta import triton_launch as gated_delta_launch
 from replayssm.ops.gated_delta import triton_window as gated_delta_window
 from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaInputs
-from replayssm.ops.glue import triton_glue, triton_layers
+from replayssm.ops.glue import triton_gates, triton_glue, triton_layers
 from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
 from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
 from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
@@ -255,12 +255,12 @@ def glue_launches():
             xBC.expand(-1, -1, 9), narrow(9728, 4), narrow(9728), silu=True
         ),
         "unit vectors": lambda: triton_glue.unit_vectors(narrow(ROWS, 1, 16, 128), 1e-6),
-        "gate": lambda: triton_glue.gated(narrow(ROWS, 9216), narrow(ROWS, 9216)),
-        "step sizes": lambda: triton_glue.step_size(dt, narrow(96), **limits),
-        "gate of heads": lambda: triton_glue.gated(
+        "gate": lambda: triton_gates.gated(narrow(ROWS, 9216), narrow(ROWS, 9216)),
+        "step sizes": lambda: triton_gates.step_size(dt, narrow(96), **limits),
+        "gate of heads": lambda: triton_gates.gated(
             narrow(ROWS, 16, 512)[..., 256:], narrow(ROWS, 16, 256), sigmoid=True
         ),
-        "squared ReLU": lambda: triton_glue.squared_relu(narrow(ROWS, 12544)),
+        "squared ReLU": lambda: triton_gates.squared_relu(narrow(ROWS, 12544)),
         "rotated heads": lambda: triton_layers.rotated_heads(
             narrow(ROWS, 1, 16, 512)[..., :256],
             narrow(ROWS, 1, 4, 256),
@@ -297,7 +297,7 @@ def glue_launches():
             ),
         }
     for name, call in calls.items():
-        with compiling((triton_glue, triton_layers)) as results:
+        with compiling((triton_gates, triton_glue, triton_layers)) as results:
             call()
         for kernel in results:
             yield name, kernel

@@ -4,15 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replayssm.ops.glue.triton_glue import (
-    convolution,
-    convolution_step,
-    gated,
-    rms_norm,
-    squared_relu,
-    step_size,
-    unit_vectors,
-)
+from replayssm.ops.glue.triton_gates import gated, squared_relu, step_size
+from replayssm.ops.glue.triton_glue import convolution, convolution_step, rms_norm, unit_vectors
 from replayssm.ops.glue.triton_layers import delta_inputs, rotated_heads, scan_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

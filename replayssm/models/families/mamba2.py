@@ -162,7 +162,7 @@ def _step_size(mixer: nn.Module, dt: Tensor, dt_bias: Tensor | None, softplus: b
 def _step_size_by_kernel(
     mixer: nn.Module, dt: Tensor, dt_bias: Tensor | None, softplus: bool
 ) -> Tensor:
-    from replayssm.ops.glue.triton_glue import step_size
+    from replayssm.ops.glue.triton_gates import step_size
 
     low, high = mixer.time_step_limit
     return step_size(dt, dt_bias, softplus=softplus, low=low, high=high)

@@ -1,4 +1,4 @@
-"""Norms, short convolutions and gates of hybrid layers, each in one kernel instead of up to twelve.
+"""Norms and short convolutions of hybrid layers, each in one kernel instead of up to twelve.
 
 A decode step of a model of a few billion parameters is two thousand launches if every addition is
 one, and they take as long as its matrix products. Owns kernels and launchers; what they compute is
@@ -15,21 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.ops.glue.triton_gates import silu
+
 BEFORE, AFTER = "before", "after"
 _ELEMENTS = 1024  # of a program of an elementwise kernel
-
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x), with the relative accuracy of e^x where that is small; x from 20 on."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    one = 1 + e
-    return tl.where(x > 20.0, x, tl.where(one == 1, e, tl.log(one) * (e / (one - 1))))
 
 
 @triton.jit
@@ -38,11 +27,13 @@ def norm_kernel(
     x, gate, weight,                    # [N, D], [N, D] or None, [D]
     x_row, gate_row, D, eps,
     GROUP: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ROUNDS: tl.constexpr,
-    NARROW: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, D / GROUP)."""
-    row, element = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside, at = element < GROUP, tl.program_id(1) * GROUP + element
+    """Grid (N, D / GROUP / GROUPS)."""
+    row, element = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    at = group * GROUP + element
+    inside = (element < GROUP) & (at < D)
     value = tl.load(x + row * x_row + at, mask=inside, other=0)
     if NARROW:
         value = value.to(out.dtype.element_ty)
@@ -51,9 +42,10 @@ def norm_kernel(
         gates = silu(tl.load(gate + row * gate_row + at, mask=inside, other=0).to(tl.float32))
         if EARLY:
             value *= gates
-    value *= tl.rsqrt(tl.sum(value * value, 0) / GROUP + eps)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / GROUP + eps)[:, None]
     factor_at = weight + element if SHARED else weight + at
-    factor = tl.load(factor_at, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(factor_at, mask=(element < GROUP) if SHARED else inside, other=0)
+    factor = factor.to(tl.float32)
     if CENTRED:
         factor += 1
     if ROUNDS and NARROW:
@@ -106,7 +98,9 @@ def rms_norm(
     gates = None if gate is None else gate.reshape(-1, D)
     out = torch.empty(rows.shape, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(group)
-    norm_kernel[(len(rows), D // group)](
+    # Small groups, as heads are, several to a program.
+    groups = min(triton.next_power_of_2(D // group), max(1, _ELEMENTS // block))
+    norm_kernel[(len(rows), triton.cdiv(D // group, groups))](
         out,
         _dense_rows(rows),
         None if gates is None else _dense_rows(gates),
@@ -121,8 +115,9 @@ def rms_norm(
         ROUNDS=rounds,
         NARROW=narrow,
         SHARED=len(weight) == group,
+        GROUPS=groups,
         BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=max(1, min(8, groups * block // 512)),
     )
     return out.view(x.shape)
 
@@ -286,114 +281,6 @@ def unit_vectors(x: Tensor, eps: float, *, scale: float = 1.0) -> Tensor:
         scale,
         K=width,
         BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
-    )
-    return out
-
-
-@triton.jit
-def gate_kernel(
-    out, gate, x,                       # [N, H, D] each
-    gate_row, gate_head, x_row, x_head, H, D, SILU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (N, H, D / BLOCK)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < D
-    dtype: tl.constexpr = out.dtype.element_ty
-    value = tl.load(gate + row * gate_row + head * gate_head + at, mask=inside, other=0)
-    value = value.to(tl.float32)
-    value = silu(value) if SILU else 1 / (1 + tl.exp(-value))
-    value = value.to(dtype).to(tl.float32)
-    value *= tl.load(x + row * x_row + head * x_head + at, mask=inside, other=0).to(tl.float32)
-    tl.store(out + (row * H + head) * D + at, value.to(dtype), mask=inside)
-
-
-def gated(gate: Tensor, x: Tensor, *, sigmoid: bool = False) -> Tensor:
-    """SiLU (or sigmoid) of `gate`, rounded to its dtype, times `x`: two tensors [N, .., D] of one
-    shape and dtype, at most 3 axes, whose last is dense; the result is.
-
-    Raises:
-        ValueError: they are not.
-    """
-    for name, tensor in (("gate", gate), ("x", x)):
-        if tensor.stride(-1) != 1 or tensor.dim() not in (2, 3):
-            raise ValueError(
-                f"{name} {list(tensor.shape)} has strides {tensor.stride()}, not 2 or 3 of which "
-                "the last is 1"
-            )
-    if gate.shape != x.shape or gate.dtype != x.dtype:
-        raise ValueError(
-            f"gate is {gate.dtype} {list(gate.shape)}, x {x.dtype} {list(x.shape)}: must be alike"
-        )
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads, width = (1 if x.dim() == 2 else x.shape[1]), x.shape[-1]
-    block = min(_ELEMENTS, triton.next_power_of_2(width))
-    gate_kernel[(len(x), heads, triton.cdiv(width, block))](
-        out,
-        gate,
-        x,
-        *(gate.stride(0), gate.stride(-2), x.stride(0), x.stride(-2)),
-        *(heads, width),
-        SILU=not sigmoid,
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-    )
-    return out
-
-
-@triton.jit
-def square_kernel(out, x, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.maximum(tl.load(x + at, mask=at < count, other=0).to(tl.float32), 0)
-    tl.store(out + at, (value * value).to(out.dtype.element_ty), mask=at < count)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0) squared, of a dense tensor."""
-    assert x.is_contiguous()
-    out = torch.empty_like(x)
-    grid = (triton.cdiv(x.numel(), _ELEMENTS),)
-    square_kernel[grid](out, x, x.numel(), BLOCK=_ELEMENTS, num_warps=4)
-    return out
-
-
-@triton.jit
-def step_size_kernel(
-    out,                                # [N, H] float32
-    x, bias,                            # [N, H], [H] or None
-    x_row, x_head, bias_head, H, low, high,
-    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (N,)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = head < H
-    value = tl.load(x + row * x_row + head * x_head, mask=inside, other=0).to(tl.float32)
-    if bias is not None:
-        value += tl.load(bias + head * bias_head, mask=inside, other=0).to(tl.float32)
-    if SOFTPLUS:
-        value = softplus(value)
-    value = tl.minimum(tl.maximum(value, low), high)
-    tl.store(out + row * H + head, value, mask=inside)
-
-
-def step_size(x: Tensor, bias: Tensor | None, *, softplus: bool, low: float, high: float) -> Tensor:
-    """x [B, T, H] plus `bias` [H], its softplus if wanted, clamped to low .. high; FP32, dense."""
-    batch, tokens, heads = x.shape
-    rows = x.reshape(batch * tokens, heads)
-    out = torch.empty(batch, tokens, heads, dtype=torch.float32, device=x.device)
-    step_size_kernel[(batch * tokens,)](
-        out,
-        rows,
-        bias,
-        rows.stride(0),
-        rows.stride(1),
-        0 if bias is None else bias.stride(0),
-        heads,
-        low,
-        high,
-        SOFTPLUS=softplus,
-        BLOCK=triton.next_power_of_2(heads),
         num_warps=1,
     )
     return out

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops.glue.triton_glue import convolved, silu, softplus
+from replayssm.ops.glue.triton_gates import silu, softplus
+from replayssm.ops.glue.triton_glue import convolved
 
 _CHANNELS = 256  # of a program that convolves
 
