@@ -36,9 +36,11 @@ class Adapter:
     """Uniform access to one model instance (see module docstring). Holds no state between calls.
 
     fast: whether sessions compute what surrounds the recurrences as servers do: norms, convolutions
-        and gates in one kernel each (`glue.py`), and the last projection in the model's dtype
-        instead of FP32 (its sums and results are FP32 either way); rings of a delta rule hold keys
-        in that dtype, too. Otherwise it is the library's own code, as a study needs.
+        and gates in one kernel each (`glue.py`), projections of the same input in one product
+        (`glue_layers.py`, which moves their weights side by side, in place; values stay), and the
+        last projection in the model's dtype instead of FP32 (its sums and results are FP32 either
+        way); rings of a delta rule hold keys in that dtype, too. Otherwise it is the library's own
+        code, as a study needs.
     invariant: whether sessions compute every token in the same order of sums, whatever is computed
         beside it: slow, to compare ways of decoding token for token (`invariance.py`).
 
