@@ -23,19 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.formats.block import BlockFormat
 from replayssm.formats.quantized import Quantized
-from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
     Tokens,
-    line_columns,
+    pieces,
     power_of_two,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows
-from replayssm.ops.quantize.layout import stored, tile_width
-from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of
+from replayssm.ops.quantize.layout import stored
+from replayssm.ops.quantize.tiles import load_unscaled, row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, halves_of
 from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
@@ -44,7 +42,7 @@ from replayssm.policy import PrecisionPolicy
 @triton.jit
 def apply_kernel(
     out,  # [B, T, HV, V] FP32
-    tokens,  # Tokens
+    tokens,  # Tokens; k and q are of one type
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
@@ -59,43 +57,22 @@ def apply_kernel(
     READ: tl.constexpr,
     STATE_KEYS: tl.constexpr,  # precision of state times k, q
     FULL: tl.constexpr,  # of products of FP32 operands
-    COLUMNS: tl.constexpr,  # of a part of the state; K is a multiple, or there is one part
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     BV: tl.constexpr,
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
     """Grid (tiles of V, HV, B).
 
-    Everything is asked for before anything is computed: first what does not depend on the slot,
-    then what does. Each product starts from zero and is added by other means, because tensor cores
-    cut what they add to: to sums of all that came before they would do so at every step.
+    Products of k and of q are one product, with 2 BT columns: few columns cost a tensor core as
+    much. Each product starts from zero and is added by other means, because tensor cores cut what
+    they add to: to the sum of all that came before they would do so at every step.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
     value, token, record = tile * BV + tl.arange(0, BV), tl.arange(0, BT), tl.arange(0, BL)
     in_v, new = value < V, token < T
-    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
-    q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
-    k_parts, q_parts, decay_parts = (), (), ()
-    for part in tl.static_range(PARTS):
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        mask = new[:, None] & (column < K)[None, :]
-        at = token[:, None] * tokens.k_token + column[None, :]
-        k_parts = k_parts + (tl.load(k_at + at, mask=mask, other=0.0),)  # [BT, COLUMNS]
-        at = token[:, None] * tokens.q_token + column[None, :]
-        q_parts = q_parts + (tl.load(q_at + at, mask=mask, other=0.0),)
-        if decays is not None:
-            at = decays + (row * HV + head) * (T + 1) * K
-            decay = load_rows(at, token, K, new, column, column < K)
-            before = tl.load(at + T * K + column, mask=column < K, other=0.0)
-            decay_parts = decay_parts + (decay * before[None, :],)
-    v = tokens.v + row * tokens.v_row + head * V
-    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
-    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
-    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
-    solve, solve_own, past_k, past_q, from_state = _load_weights(weights, BT, BL)
-
     out += (row * T * HV + head) * V
     out += token[None, :] * (HV * V) + value[:, None]
     written = in_v[:, None] & new[None, :]
@@ -103,42 +80,71 @@ def apply_kernel(
         tl.store(out, tl.zeros([BV, BT], tl.float32), mask=written)
         return
 
+    # Asked for before the state, though it is needed after it.
     count = tl.load(cursors.pos + slot).to(tl.int32)
-    in_rows = None if V % BV == 0 else in_v
-    state_row = head * V + value
-    state = ()
-    for part in tl.static_range(PARTS):  # a row of K columns is PARTS rows
-        at = state_row * PARTS + part
-        state = state + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
     first = (slot * HV + head) * L  # this head's oldest record
+    v = tokens.v + row * tokens.v_row + head * V
+    v = load_columns(v, token, tokens.v_token, new, value, in_v)  # [BV, BT]
+    v = v if ring.v is None else as_held(v, tokens.v, ring.v)
+    weights += (row * HV + head) * (2 * BT + 2 * BL + 1) * BT
+    from_state = tl.load(weights + (2 * BT + 2 * BL) * BT + tl.arange(0, 2 * BT) % BT)
     if T < L:
         u_past = load_columns(ring.u + first * V, record, V, record < count, value, in_v)
 
-    zero = tl.zeros([BV, BT], tl.float32)
-    predicted, answer = zero, zero
-    scale = factor_of(state[0], READ)[:, None] * from_state[None, :]
-    for part in tl.static_range(PARTS):
-        s = unscaled_of(state[part], K // PARTS, COLUMNS, READ)  # [BV, COLUMNS]
-        k, q = as_held(k_parts[part], tokens.k, ring.k), q_parts[part].to(tl.float32)
+    # Products over K in pieces: whole operands would not fit in registers. A row of K elements is
+    # PIECES rows of K / PIECES.
+    both = tl.arange(0, 2 * BT)  # k of all tokens, then q
+    is_q, at_token = (both >= BT)[:, None], both % BT
+    k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K + at_token * tokens.k_token
+    q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K + at_token * tokens.q_token
+    readers_at = tl.where(is_q, q_at[:, None], k_at[:, None])  # [2 BT, 1]
+    zero = tl.zeros([BV, 2 * BT], tl.float32)
+    total = zero  # of k, what is predicted; of q, the answer
+    in_rows = None if V % BV == 0 else in_v
+    state_row = head * V + value
+    scale = row_factor(read, slot, state_row, in_rows, V, READ)[:, None] * from_state[None, :]
+    for piece in range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
+        mask = (at_token < T)[:, None] & (column < K)[None, :]
+        x = tl.load(readers_at + column[None, :], mask=mask, other=0.0)  # [2 BT, PIECE]
+        x = tl.where(is_q, x.to(tl.float32), as_held(x, tokens.k, ring.k))
         if decays is not None:
-            k, q = k * decay_parts[part], q * decay_parts[part]
+            at = decays + (row * HV + head) * (T + 1) * K
+            before = tl.load(at + T * K + column, mask=column < K, other=0.0)
+            x *= load_rows(at, at_token, K, at_token < T, column, column < K) * before[None, :]
+        s = load_unscaled(  # [BV, PIECE]
+            read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
+        )
         # A plain sum with a product would be compiled into that product.
-        predicted = tl.fma(exact_dot(s, tl.trans(k), zero, STATE_KEYS), scale, predicted)
-        answer = tl.fma(exact_dot(s, tl.trans(q), zero, STATE_KEYS), scale, answer)
+        total = tl.fma(exact_dot(s, tl.trans(x), zero, STATE_KEYS), scale, total)
+
     if T < L:
-        predicted += exact_dot(u_past, past_k, zero, FULL)
-        answer += exact_dot(u_past, past_q, zero, FULL)
+        total += exact_dot(u_past, _load_pair(weights + 2 * BT * BT, BL, BT), zero, FULL)
+    predicted, answer = _halves_of(total, BV, BT)
     right = v - predicted
-    answer += exact_dot(right, solve_own, zero, FULL)
+    solved = exact_dot(right, _load_pair(weights, BT, BT), zero, FULL)
+    u, own = _halves_of(solved, BV, BT)
     # A ring without room is a caller's mistake; no number may come of it.
-    tl.store(out, tl.where(count + T <= L, answer, float("nan")), mask=written)
-    u = exact_dot(right, solve, zero, FULL)
+    tl.store(out, tl.where(count + T <= L, answer + own, float("nan")), mask=written)
     here = count + token
     target = (first + here)[None, :] * V + value[:, None]
     written = in_v[:, None] & (new & (here < L))[None, :]
     tl.store(ring.u + target, u, mask=written)
     if ring.v is not None:
         tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _halves_of(x, BV: tl.constexpr, BT: tl.constexpr):
+    """The first and the last BT columns of x [BV, 2 BT]."""
+    return tl.split(tl.permute(tl.reshape(x, [BV, 2, BT]), 0, 2, 1))
+
+
+@triton.jit
+def _load_pair(at, ROWS: tl.constexpr, BT: tl.constexpr):
+    """Two matrices [ROWS, BT] that lie at `at` one after the other, side by side."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, 2 * BT)
+    return tl.load(at + (column // BT * ROWS * BT + column % BT)[None, :] + row[:, None] * BT)
 
 
 @triton.jit
@@ -157,21 +163,6 @@ def store_weights(
     tl.store(weights + (2 * BT + 2 * BL) * BT + token, from_state)
 
 
-@triton.jit
-def _load_weights(weights, BT: tl.constexpr, BL: tl.constexpr):
-    """What `store_weights` wrote."""
-    token, record = tl.arange(0, BT), tl.arange(0, BL)
-    square = token[:, None] * BT + token[None, :]
-    past = record[:, None] * BT + token[None, :]
-    return (
-        tl.load(weights + square),
-        tl.load(weights + BT * BT + square),
-        tl.load(weights + 2 * BT * BT + past),
-        tl.load(weights + (2 * BT + BL) * BT + past),
-        tl.load(weights + (2 * BT + 2 * BL) * BT + token),
-    )
-
-
 def window_sizes(constants: dict[str, int], tokens: int) -> dict[str, int]:
     """`constants` for a window: a ring that has room for it holds no more than L - T records."""
     past = power_of_two(constants["L"] - tokens)
@@ -185,12 +176,15 @@ def new_weights(constants: dict[str, int], batch: int, device: torch.device) -> 
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _columns(storage: Storage, K: int) -> int:
-    """Columns of a part of the state: 128 bytes, or all where K is no multiple or there are
-    scales."""
-    part = line_columns(storage.code_bits)
-    scaled = isinstance(storage.format, BlockFormat) or storage.scale != "none"
-    return tile_width(K, storage) if scaled or K % part else part
+def _of_one_type(tokens: Tokens) -> Tokens:
+    """`tokens` with k and q of the same dtype, copied where they were not."""
+    if tokens.k.dtype == tokens.q.dtype:
+        return tokens
+    wide = torch.promote_types(tokens.k.dtype, tokens.q.dtype)
+    k, q = tokens.k.to(wide), tokens.q.to(wide)
+    strides = {"k_row": k.stride(0), "k_token": k.stride(1)}
+    strides |= {"q_row": q.stride(0), "q_token": q.stride(1)}
+    return tokens._replace(k=k, q=q, **strides)
 
 
 def apply(
@@ -208,6 +202,7 @@ def apply(
 
     decays: [B, HV, T + 1, K] FP32, or None. constants: of `window_sizes`.
     """
+    tokens = _of_one_type(tokens)
     out = torch.empty(tokens.v.shape, dtype=torch.float32, device=tokens.v.device)
     readers = torch.promote_types(ring.k.dtype, tokens.q.dtype)
     if decays is not None:
@@ -222,7 +217,7 @@ def apply(
         decays,
         **constants,
         READ=policy.read_storage,
-        COLUMNS=_columns(policy.read_storage, constants["K"]),
+        **pieces(policy.read_storage, constants),
         STATE_KEYS=halves_of(unscaled_dtype(policy.read_storage), readers),
         FULL=halves_of(torch.float32, torch.float32),
         **launch.options(),

@@ -22,7 +22,6 @@ from replayssm.ops.gated_delta.triton_launch import (
     MAX_TOKENS,
     Launch,
     default_launch,
-    power_of_two,
     ring_argument,
     sizes,
     token_argument,
@@ -46,7 +45,7 @@ def weigh_kernel(
     L: tl.constexpr,
     KEYS: tl.constexpr,  # precision of k times k, q
     FULL: tl.constexpr,  # of products of FP32 operands
-    BK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of keys that are multiplied at a time
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
@@ -56,18 +55,21 @@ def weigh_kernel(
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    token, record, column = tl.arange(0, BT), tl.arange(0, BL), tl.arange(0, BK)
-    new, in_k = token < T, column < K
+    token, record = tl.arange(0, BT), tl.arange(0, BL)
+    new = token < T
     key_head = head // (HV // HK)
     g = tokens.g + row * tokens.g_row + head + token * tokens.g_token
     g = tl.load(g, mask=new, other=0.0)
     beta = tokens.beta + row * tokens.beta_row + head + token * tokens.beta_token
     beta = tl.load(beta, mask=new, other=0.0)
-    k = tokens.k + row * tokens.k_row + key_head * K
-    k = load_rows(k, token, tokens.k_token, new, column, in_k)  # [BT, BK]
-    k = as_held(k, tokens.k, ring.k)
-    q = tokens.q + row * tokens.q_row + key_head * K
-    q = load_rows(q, token, tokens.q_token, new, column, in_k)
+    k_at = tokens.k + row * tokens.k_row + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
+    k_parts, q_parts = (), ()
+    for start in tl.static_range(0, K, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        k = load_rows(k_at, token, tokens.k_token, new, column, column < K)  # [BT, COLUMNS]
+        k_parts = k_parts + (as_held(k, tokens.k, ring.k),)
+        q_parts = q_parts + (load_rows(q_at, token, tokens.q_token, new, column, column < K),)
     if slot < 0:
         return
 
@@ -78,18 +80,27 @@ def weigh_kernel(
     here = count + token
     fits = new & (here < L)
     g_past = tl.load(ring.g + first + record, mask=past, other=0.0)
-    square, oblong = tl.zeros([BT, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
-    past_k, past_q = oblong, oblong
-    k_t, q_t = tl.trans(k), tl.trans(q)
+    past_parts = ()
     if T < L:
-        k_past = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
-        past_k = exact_dot(k_past, k_t, oblong, KEYS)
-        past_q = exact_dot(k_past, q_t, oblong, KEYS)
-    k_k = exact_dot(k, k_t, square, KEYS)
-    k_q = exact_dot(k, q_t, square, KEYS)
-    if head % (HV // HK) == 0:
-        target = keys + here[:, None] * K + column[None, :]
-        tl.store(target, k.to(ring.k.dtype.element_ty), mask=fits[:, None] & in_k[None, :])
+        for start in tl.static_range(0, K, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            k_past = load_rows(keys, record, K, past, column, column < K)  # [BL, COLUMNS]
+            past_parts = past_parts + (k_past,)
+    square, oblong = tl.zeros([BT, BT], tl.float32), tl.zeros([BL, BT], tl.float32)
+    k_k, k_q, past_k, past_q = square, square, oblong, oblong
+    for start in tl.static_range(0, K, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        k, q = k_parts[start // COLUMNS], q_parts[start // COLUMNS]
+        k_t, q_t = tl.trans(k), tl.trans(q)
+        k_k += exact_dot(k, k_t, square, KEYS)
+        k_q += exact_dot(k, q_t, square, KEYS)
+        if T < L:
+            past_k += exact_dot(past_parts[start // COLUMNS], k_t, oblong, KEYS)
+            past_q += exact_dot(past_parts[start // COLUMNS], q_t, oblong, KEYS)
+        if head % (HV // HK) == 0:
+            mask = fits[:, None] & (column < K)[None, :]
+            at = keys + here[:, None] * K + column[None, :]
+            tl.store(at, k.to(ring.k.dtype.element_ty), mask=mask)
 
     log_decay = tl.cumsum(g_past, 0)  # [BL]
     now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
@@ -142,7 +153,7 @@ def window(
         **constants,
         KEYS=halves_of(ring.k.dtype, readers),
         FULL=halves_of(torch.float32, torch.float32),
-        BK=power_of_two(constants["K"]),
+        COLUMNS=32,
         num_warps=1,
     )
     return apply(read, ring, policy, cursors, tokens, weights, None, constants, launch)
