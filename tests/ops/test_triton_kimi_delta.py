@@ -242,6 +242,16 @@ def test_inputs_may_be_parts_of_one_projection():
         assert torch.equal(got, make_pool("fp32", SMALL).run(take_tokens(inputs, 0, tokens)))
 
 
+def test_k_and_q_may_be_of_different_types():
+    """The narrower one is used as it is."""
+    inputs = inputs_for(SMALL, 2, 4)
+    narrow = inputs._replace(k=inputs.k.bfloat16())
+    wide = inputs._replace(k=narrow.k.float())
+    for tokens in (1, 4):
+        got = make_pool("fp32", SMALL).run(take_tokens(narrow, 0, tokens))
+        assert torch.equal(got, make_pool("fp32", SMALL).run(take_tokens(wide, 0, tokens)))
+
+
 @pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4", "fp32+nvfp4:update=read"])
 def test_rejected_drafts_leave_no_trace(policy):
     """Rows accept 3 and 0 of 4 drafts; what they rejected is replaced by NaN and never read."""
