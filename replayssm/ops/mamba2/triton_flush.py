@@ -20,6 +20,8 @@ from replayssm.ops.mamba2.triton_tiles import (
     fold,
     last,
     load_past,
+    load_records,
+    past_of,
     tile_rows,
     write_state,
 )
@@ -82,7 +84,7 @@ def flush_tile(
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
     ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
-    B = load_past(ring_B, N, n < N, pos, BL, RING)  # [BL, WIDTH]
+    B = past_of(load_records(ring_B, N, n < N, pos, BL), None, RING, PRECISION)  # [BL, WIDTH]
     x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
     log_decay = prefix_sums(rate[None, :] * dt)
     state = values_of(loaded, N, WIDTH, CHECKPOINT)

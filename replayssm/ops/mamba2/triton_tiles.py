@@ -120,15 +120,19 @@ def load_records(ring, PITCH: tl.constexpr, in_columns, count, BL: tl.constexpr)
 
 
 @triton.jit
-def past_of(codes, pos, STORAGE: tl.constexpr):
-    """FP32 values of codes from `load_records`, zero from slot `pos` on (None: all count).
+def past_of(codes, pos, STORAGE: tl.constexpr, PRECISION: tl.constexpr = None):
+    """FP32 values of codes from `load_records`, zero from slot `pos` on (None: all count); for the
+    second operand of an `exact_dot` with BF16 terms, BF16 values.
 
     Zeros are selected, so a NaN left in an unused slot cannot reach any product.
     """
     if pos is not None:
         slot = tl.arange(0, codes.shape[0])[:, None]
         codes = tl.where(slot < pos, codes, 0)
-    return decode_elements(codes, fact(STORAGE, "format"), False)
+    if PRECISION == "bf16_terms":  # the way through FP32 would only be undone
+        return codes.to(tl.bfloat16, bitcast=True)
+    else:
+        return decode_elements(codes, fact(STORAGE, "format"), False)
 
 
 @triton.jit
@@ -141,7 +145,7 @@ def load_past(ring, PITCH: tl.constexpr, in_columns, pos, BL: tl.constexpr, STOR
 def with_last(past, new, L: tl.constexpr):
     """Records [BL, columns] with `new` [columns] as number L - 1."""
     slot = tl.arange(0, past.shape[0])[:, None]
-    return tl.where(slot == L - 1, new[None, :], past)
+    return tl.where(slot == L - 1, new.to(past.dtype)[None, :], past)
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def fold_token(
     a flush does once the token's record is in the ring, to the bit."""
     _, _, B_new, x_given, dt_new, rate, _ = token
     _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    B = with_last(past_of(records[0], L - 1, RING), as_recorded(B_new, RING), L)
+    B = with_last(past_of(records[0], L - 1, RING, PRECISION), as_recorded(B_new, RING), L)
     dt = with_last(past_of(records[1], L - 1, FP32_RECORDS), dt_new, L)
     x = with_last(past_of(records[2], L - 1, RING), as_recorded(x_given, RING), L)
     log_decay = prefix_sums(rate[None, :] * dt)
