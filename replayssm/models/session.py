@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, H heads, P/V rows of a state, N/K its contracted axis.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from replayssm.models.row_groups import LayerState, RowGroup, below
 from replayssm.models.threads import few_threads
 from replayssm.policy import PrecisionPolicy
 from replayssm.state_update import StateUpdate
+from replayssm.state_update.together import company, step_together
 
 _BRANCHES = 16
 
@@ -173,16 +175,18 @@ class ReplaySession:
         """Outputs of each group. In a graph that is being captured, groups are branches beside each
         other: a group has too few rows to fill a GPU.
         """
-        groups = range(len(self.groups))
+        groups = [range(index, index + 1) for index in range(len(self.groups))]
         if len(groups) == 1 or not _capturing(inputs[0]):
-            return [self._run_group(state, index, inputs) for index in groups]
+            side_by_side = self.reader is StateUpdate.step
+            found = self._companies if side_by_side else groups
+            return [self._run_company(state, company, inputs) for company in found]
         main, sides = torch.cuda.current_stream(), self._side_streams[: len(groups)]
         for side in sides:
             side.wait_stream(main)
         parts = []
-        for index in groups:
+        for index, group in enumerate(groups):
             with torch.cuda.stream(sides[index % len(sides)]):
-                parts.append(self._run_group(state, index, inputs))
+                parts.append(self._run_company(state, group, inputs))
         # What branches allocated is used again only by branches that wait for `main`, and so for
         # its use there.
         for side in sides:
@@ -193,13 +197,30 @@ class ReplaySession:
     def _side_streams(self) -> list["torch.cuda.Stream"]:
         return [torch.cuda.Stream() for _ in range(_BRANCHES)]
 
-    def _run_group(self, state: LayerState, index: int, inputs: Any) -> Tensor:
-        group, family = self.groups[index], self.adapter.family
-        if len(self.groups) > 1:
-            inputs = family.select_rows(inputs, self._rows[index])
-        if group.log_decay_factor != 1.0:
-            inputs = family.scale_log_decay(inputs, group.log_decay_factor)
-        return self.reader(state.updates[index], state.caches[index], inputs)
+    @cached_property
+    def _companies(self) -> list[range]:
+        """Neighbouring groups whose steps every layer takes together."""
+
+        def shared(index: int) -> Any:
+            found = [company(state.updates[index]) for state in self._layers]
+            return index if None in found else (found, self.groups[index].log_decay_factor)
+
+        runs = [list(run) for _, run in groupby(range(len(self.groups)), key=shared)]
+        return [range(run[0], run[-1] + 1) for run in runs]
+
+    def _run_company(self, state: LayerState, groups: range, inputs: Any) -> Tensor:
+        """Outputs of one group, or of several that take their step together."""
+        first, last, family = groups[0], groups[-1], self.adapter.family
+        if len(groups) < len(self.groups):
+            rows = slice(self._rows[first].start, self._rows[last].stop)
+            inputs = family.select_rows(inputs, rows)
+        factor = self.groups[first].log_decay_factor
+        if factor != 1.0:
+            inputs = family.scale_log_decay(inputs, factor)
+        if len(groups) == 1:
+            return self.reader(state.updates[first], state.caches[first], inputs)
+        members = slice(first, last + 1)
+        return step_together(state.updates[members], state.caches[members], inputs)
 
     def prefill_states(self) -> list[tuple[int, Tensor | None]]:
         """(tokens seen, FP32 state [rows, H, P, N] or None before any token) of each layer in

@@ -6,7 +6,7 @@ arithmetic is in `ops`, tensors are in `cache`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -67,18 +67,32 @@ class Reference:
         """
         check_precision(cache.seed.device)
         cursor = cache.cursor
-        append(cache.ring, cursor, self._encode(inputs, cache))
-        stored = cache.checkpoint if cache.read_copy is None else cache.read_copy
-        state = self._policy.read_storage.read(stored)
+        self.record(cache, self._ops.records(inputs, recompute=self._recompute))
+        state = self.read(cache)
         outputs, computed = self._ops.window(
             state,
-            self._decoded_ring(cache),
+            self.decoded_ring(cache),
             cursor,
             inputs,
             operand=self._policy.operand,
         )
         append(cache.ring, cursor, computed)
         return outputs, state
+
+    def read(self, cache: ReplayCache) -> Tensor:
+        """The FP32 values that outputs read."""
+        stored = cache.checkpoint if cache.read_copy is None else cache.read_copy
+        return self._policy.read_storage.read(stored)
+
+    def record(self, cache: ReplayCache, records: Mapping[str, Tensor]) -> None:
+        """Appends `records` [B, h, T, ...] past the cursor, in place, in the ring's format."""
+        encoded = {}
+        for name, record in records.items():
+            if name in self._ops.STORED and self._ring_storage is not None:
+                encoded |= ring_parts(name, self._ring_storage.write(record.float()))
+            else:
+                encoded[name] = record
+        append(cache.ring, cache.cursor, encoded)
 
     def flush(self, cache: ReplayCache, rows: Tensor | None) -> None:
         """Flush of `rows` (bool [B]), those that have records; None: all of them."""
@@ -116,7 +130,7 @@ class Reference:
             return checkpoint
         return self._ops.fold(
             checkpoint,
-            self._decoded_ring(cache),
+            self.decoded_ring(cache),
             cursor,
             cache.parameters,
             operand=self._policy.operand,
@@ -152,18 +166,8 @@ class Reference:
             mine[name].copy_(tensor)
         cache.saturated.add_(written.saturated)
 
-    def _encode(self, inputs, cache: ReplayCache) -> dict[str, Tensor]:
-        """Ring tensors of new tokens, stored records in the ring's format."""
-        encoded = {}
-        for name, record in self._ops.records(inputs, recompute=self._recompute).items():
-            if name in self._ops.STORED and self._ring_storage is not None:
-                record = self._ring_storage.write(record.float())
-                encoded |= ring_parts(name, record)
-            else:
-                encoded[name] = record
-        return encoded
-
-    def _decoded_ring(self, cache: ReplayCache) -> dict[str, Tensor]:
+    def decoded_ring(self, cache: ReplayCache) -> dict[str, Tensor]:
+        """Records by name, decoded; may be the ring itself."""
         if self._ring_storage is None:
             return cache.ring
         fmt = self._ring_storage.format
