@@ -51,7 +51,7 @@ def weigh_kernel(
 ):
     """Grid (HV, B): weights of a head, and all of its record that is not in rows of the state.
 
-    One warp: all that is added over lanes is added by shuffles, and nobody waits at a barrier.
+    One warp for 16 tokens: what is added over lanes is added by shuffles, without barriers.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
@@ -154,6 +154,6 @@ def window(
         KEYS=halves_of(ring.k.dtype, readers),
         FULL=halves_of(torch.float32, torch.float32),
         COLUMNS=32,
-        num_warps=1,
+        num_warps=constants["BT"] // 16,
     )
     return apply(read, ring, policy, cursors, tokens, weights, None, constants, launch)
