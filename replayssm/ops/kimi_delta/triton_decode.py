@@ -75,7 +75,8 @@ def weigh_kernel(
     k_past = load_rows(keys, record, K, record < count, column, in_k)  # [BL, BK]
     # Of each record the gates of the next one: what it has decayed by since is their sum.
     g_next = load_rows(gates + K, record, K, record + 1 < count, column, in_k)
-    g_first = tl.load(gates + column, mask=in_k & (count > 0), other=0.0)
+    # Triton 3.9's interpreter wants a comparison here.
+    g_first = tl.load(gates + column, mask=(in_k & (count > 0)) != 0, other=0.0)
     after = tl.cumsum(g_next, 0) + g[None, :]
     from_state = tl.exp(g_first + (tl.sum(g_next, 0) + g))
     decayed = k_past * tl.exp(after)
