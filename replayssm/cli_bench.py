@@ -121,7 +121,7 @@ def _steps(arguments: argparse.Namespace) -> int:
     if arguments.redraw:
         record = records.load_record(arguments.kind, out)
     else:
-        record = _measured_steps(arguments)
+        record = _measured_steps(arguments, out)
         print(f"Wrote {records.write_record(record, out)}")
     for path in records.write_report(record, out):
         print(f"Wrote {path}")
@@ -130,10 +130,10 @@ def _steps(arguments: argparse.Namespace) -> int:
     return 1 if record.bad else 0
 
 
-def _measured_steps(arguments: argparse.Namespace):
+def _measured_steps(arguments: argparse.Namespace, out: Path):
     import torch
 
-    from replayssm.study.bench_step_records import row_line
+    from replayssm.study.bench_step_records import row_line, write_record
     from replayssm.study.bench_step_settings import StepBench
     from replayssm.study.bench_steps import run_step_bench
 
@@ -141,7 +141,12 @@ def _measured_steps(arguments: argparse.Namespace):
     given = {key: getattr(arguments, key, None) for key in (*keys, "dtype", "seconds", "backend")}
     bench = StepBench(**{key: value for key, value in given.items() if value is not None})
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return run_step_bench(bench, device=device, emit=lambda row: print(row_line(row), flush=True))
+
+    def keep(record) -> None:
+        print(row_line(record.rows[-1]), flush=True)
+        write_record(record, out)  # a run that dies leaves what it has measured
+
+    return run_step_bench(bench, device=device, emit=keep)
 
 
 def _add_study(benches, *, names: Callable, integers: Callable) -> None:
@@ -204,7 +209,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if arguments.redraw:
         record = bench_records.load_record(out)
     else:
-        record = _measured(arguments)
+        record = _measured(arguments, out)
         bench_records.write_record(record, out)
     for line in record.missing:
         print(f"replayssm: warning: {line}", file=sys.stderr)
@@ -215,11 +220,16 @@ def _kernels(arguments: argparse.Namespace) -> int:
     return 1 if record.bad else 0
 
 
-def _measured(arguments: argparse.Namespace):
+def _measured(arguments: argparse.Namespace, out: Path):
     from replayssm.study.bench_kernels import KernelBench, run_kernel_bench
-    from replayssm.study.bench_records import row_line
+    from replayssm.study.bench_records import row_line, write_record
 
     keys = ("layers", "batches", "ring_lens", "policies", "states", "window", "seconds")
     given = {key: getattr(arguments, key) for key in keys if getattr(arguments, key) is not None}
     bench = KernelBench.quick(**given) if arguments.quick else KernelBench(**given)
-    return run_kernel_bench(bench, emit=lambda row: print(row_line(row), flush=True))
+
+    def keep(record) -> None:
+        print(row_line(record.rows[-1]), flush=True)
+        write_record(record, out)
+
+    return run_kernel_bench(bench, emit=keep)

@@ -103,9 +103,10 @@ class KernelBench:
 
 
 def run_kernel_bench(
-    bench: KernelBench, *, emit: Callable[[KernelRow], object] = lambda row: None
+    bench: KernelBench, *, emit: Callable[[KernelRecord], object] = lambda record: None
 ) -> KernelRecord:
-    """Measures on the current CUDA device; `emit` gets each row as soon as it is there.
+    """Measures on the current CUDA device; `emit` gets the record so far whenever it has a new last
+    row.
 
     Raises:
         ValueError: there is no CUDA device, or kernels are interpreted.
@@ -121,11 +122,7 @@ def run_kernel_bench(
     torch.cuda.synchronize()
     cache = bench_timing.cache_bytes()
     bandwidth = bench_timing.copy_bandwidth()
-    rows = []
-    for row in measure(bench, timer=bench_timing.graph_time, device="cuda", cache=cache):
-        rows.append(_with_bandwidth(row, bandwidth))
-        emit(rows[-1])
-    return KernelRecord(
+    record = KernelRecord(
         titles={name: LAYERS[name].title for name in bench.layers},
         environment=environment(torch.device("cuda")),
         settings={
@@ -134,10 +131,14 @@ def run_kernel_bench(
         },
         copy_gb_per_s=round(bandwidth, 1),
         cache_mb=round(cache / 1e6, 1),
-        clocks={"before": before, "after": bench_timing.clocks()},
+        clocks={"before": before, "after": None},
         missing=[line for name in _recurrences(bench) for line in public_updates(name)[1]],
-        rows=rows,
+        rows=[],
     )
+    for row in measure(bench, timer=bench_timing.graph_time, device="cuda", cache=cache):
+        record.rows.append(_with_bandwidth(row, bandwidth))
+        emit(record)
+    return replace(record, clocks={"before": before, "after": bench_timing.clocks()})
 
 
 def _recurrences(bench: KernelBench) -> list[str]:

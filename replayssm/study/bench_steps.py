@@ -17,7 +17,7 @@ import torch
 
 from replayssm.engine.stream import Stream
 from replayssm.models.adapter import Adapter
-from replayssm.models.loading import DTYPES, architecture_of, load
+from replayssm.models.loading import DTYPES, architecture_of, as_device, load
 from replayssm.models.random_weights import RANDOM_PREFIX, configuration_of, random_model
 from replayssm.models.session import ReplaySession
 from replayssm.state_update import StateUpdate
@@ -39,34 +39,35 @@ _WARM_UP = 3  # steps until kernels are compiled and a pass is captured
 
 
 def run_step_bench(
-    bench: StepBench, *, device: str, emit: Callable[[StepRow], object] = lambda row: None
+    bench: StepBench, *, device: str, emit: Callable[[StepRecord], object] = lambda record: None
 ) -> StepRecord:
-    """Measures on `device`; `emit` gets each row as soon as it is there.
+    """Measures on `device`; `emit` gets the record so far whenever it has a new last row.
 
     Raises:
         ValueError: a model or a device that cannot be had.
     """
     for name in bench.models:  # said before time is spent on the others
         (configuration_of if name.startswith(RANDOM_PREFIX) else architecture_of)(name)
-    before, rows = clocks() if device.startswith("cuda") else None, []
-    for name in bench.models:
-        adapter = open_model(name, dtype=bench.dtype, device=device)
-        for row in measure(bench, adapter):
-            rows.append(row)
-            emit(row)
-        del adapter
-        _free(device)
-    after = clocks() if device.startswith("cuda") else None
-    return StepRecord(
+    before = clocks() if device.startswith("cuda") else None
+    record = StepRecord(
         kind=bench.kind,
-        environment=environment(torch.device(device)),
+        environment=environment(as_device(device)),
         settings={
             name: list(value) if isinstance(value, tuple | list) else value
             for name, value in asdict(bench).items()
         },
-        clocks={"before": before, "after": after},
-        rows=rows,
+        clocks={"before": before, "after": None},
+        rows=[],
     )
+    for name in bench.models:
+        adapter = open_model(name, dtype=bench.dtype, device=device)
+        for row in measure(bench, adapter):
+            record.rows.append(row)
+            emit(record)
+        del adapter
+        _free(device)
+    after = clocks() if device.startswith("cuda") else None
+    return replace(record, clocks={"before": before, "after": after})
 
 
 def open_model(name: str, *, dtype: str, device: str) -> Adapter:
