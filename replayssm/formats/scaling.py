@@ -120,7 +120,10 @@ def _rounded_block_scale(amax: Tensor, top: float, scale: TensorScale, fmt: Bloc
         s = (amax * scale.value) / _like(amax, top)
     else:
         s = (amax / _like(amax, top)) / scale.value
-    s = s.masked_fill_(s == 0, fmt.zero_block_scale).clamp_(min=fmt.scale_floor)
+    if fmt.zero_block_scale:
+        s.masked_fill_(s == 0, fmt.zero_block_scale)
+    if fmt.scale_floor:
+        s.clamp_(min=fmt.scale_floor)
     return round_to_format(s, fmt.scale_format)[0]
 
 

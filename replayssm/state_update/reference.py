@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replayssm.cache.replay import ReplayCache
 from replayssm.formats.codec import NonFiniteStateError, Quantized
-from replayssm.ops.ring import append
+from replayssm.ops.ring import Cursor, append
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, Storage
 
 
@@ -67,7 +67,7 @@ class Reference:
         """
         check_precision(cache.seed.device)
         cursor = cache.cursor
-        self.record(cache, self._ops.records(inputs, recompute=self._recompute))
+        self.record(cache, cursor, self._ops.records(inputs, recompute=self._recompute))
         state = self.read(cache)
         outputs, computed = self._ops.window(
             state,
@@ -84,7 +84,7 @@ class Reference:
         stored = cache.checkpoint if cache.read_copy is None else cache.read_copy
         return self._policy.read_storage.read(stored)
 
-    def record(self, cache: ReplayCache, records: Mapping[str, Tensor]) -> None:
+    def record(self, cache: ReplayCache, cursor: Cursor, records: Mapping[str, Tensor]) -> None:
         """Appends `records` [B, h, T, ...] past the cursor, in place, in the ring's format."""
         encoded = {}
         for name, record in records.items():
@@ -92,7 +92,7 @@ class Reference:
                 encoded |= ring_parts(name, self._ring_storage.write(record.float()))
             else:
                 encoded[name] = record
-        append(cache.ring, cache.cursor, encoded)
+        append(cache.ring, cursor, encoded)
 
     def flush(self, cache: ReplayCache, rows: Tensor | None) -> None:
         """Flush of `rows` (bool [B]), those that have records; None: all of them."""
@@ -141,7 +141,12 @@ class Reference:
 
         All in place. `rows` names the rows of the caller's cache that these are, for messages only.
         """
-        self._refuse_non_finite(cache, state, rows)
+        if not surely_finite(state):
+            self.refuse_non_finite(cache, state, rows)
+        self.store(cache, state)
+
+    def store(self, cache: ReplayCache, state: Tensor) -> None:
+        """`write` of a state that is known to be finite."""
         self._store(cache, cache.checkpoint, self._policy.checkpoint, state, CHECKPOINT_STREAM)
         if self._policy.read_copy is not None:
             self._store(cache, cache.read_copy, self._policy.read_copy, state, READ_COPY_STREAM)
@@ -187,9 +192,11 @@ class Reference:
             decoded[name] = tensor
         return decoded
 
-    def _refuse_non_finite(self, cache: ReplayCache, state: Tensor, rows: Tensor | None) -> None:
-        # One pass without a temporary; a sum that overflowed, too, is looked at closely.
-        if bool(state.sum().isfinite()) or bool(state.isfinite().all()):
+    def refuse_non_finite(
+        self, cache: ReplayCache, state: Tensor, rows: Tensor | None = None
+    ) -> None:
+        """Raises NonFiniteStateError where `state` has Inf or NaN; `rows` as for `write`."""
+        if bool(state.isfinite().all()):
             return
         row, head = (~state.isfinite()).flatten(2).any(-1).nonzero()[0].tolist()
         sequence, write = int(cache.sequence[row]), int(cache.flushes[row])
@@ -201,6 +208,14 @@ class Reference:
         )
         error.layer, error.row, error.head, error.write = self._layer, row, head, write
         raise error
+
+
+def surely_finite(state: Tensor) -> bool:
+    """False where `state` has Inf or NaN, and where its sum overflows.
+
+    One pass without a temporary.
+    """
+    return bool(state.sum().isfinite())
 
 
 def ring_parts(name: str, quantized: Quantized) -> dict[str, Tensor]:

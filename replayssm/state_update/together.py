@@ -18,7 +18,7 @@ from replayssm.cache.replay import ReplayCache
 from replayssm.ops.ring import SLOT_MULTIPLE, append
 from replayssm.state_update import StateUpdate
 from replayssm.state_update.inputs import Inputs, select_tokens
-from replayssm.state_update.reference import check_precision
+from replayssm.state_update.reference import check_precision, surely_finite
 
 
 def company(update: StateUpdate) -> tuple | None:
@@ -28,8 +28,9 @@ def company(update: StateUpdate) -> tuple | None:
     aligned = rows % SLOT_MULTIPLE == 0 and cols % SLOT_MULTIPLE == 0
     if update.effective_backend != "reference" or not aligned:
         return None
+    policy = update.policy
     records = update._ops.ring_layout(update.geometry, recompute=update._recompute)
-    return update.policy.ring_len, update.policy.operand, *records
+    return policy.ring_len, policy.ring, policy.operand, *records
 
 
 class _Member(NamedTuple):
@@ -52,7 +53,6 @@ def step_together(
         inputs: of B rows, those of one cache after those of another.
     """
     cursor = caches[0].cursor
-    assert len({company(update) for update in updates}) == 1
     assert isinstance(cursor, int) and all(cache.cursor == cursor for cache in caches)
     check_precision(caches[0].seed.device)
     total = updates[0]._check(inputs, *caches)
@@ -83,7 +83,8 @@ def _window(members: Sequence[_Member], inputs: Inputs) -> tuple[Tensor, Tensor]
     cursor, tokens = cache.cursor, inputs[0].shape[1]
     records = update._ops.records(inputs, recompute=update._recompute)
     for update, cache, rows in members:
-        update._reference.record(cache, {name: record[rows] for name, record in records.items()})
+        mine = {name: record[rows] for name, record in records.items()}
+        update._reference.record(cache, cursor, mine)
     read = torch.cat([update._reference.read(cache) for update, cache, _ in members])
     outputs, computed = update._ops.window(
         read, _joined_ring(members), cursor, inputs, operand=update.policy.operand
@@ -100,15 +101,13 @@ def _flush(members: Sequence[_Member], read: Tensor | None) -> None:
 
     `read` is what the last window read, where there was one; it is overwritten.
     """
-    state = torch.cat(
-        [
-            update.policy.checkpoint.read(cache.checkpoint)
-            # With one copy, what outputs read is the checkpoint.
-            if read is None or cache.read_copy is not None
-            else read[rows]
-            for update, cache, rows in members
-        ]
-    )
+    if read is None:
+        state = torch.cat([u.policy.checkpoint.read(cache.checkpoint) for u, cache, _ in members])
+    else:
+        state = read
+        for update, cache, rows in members:
+            if cache.read_copy is not None:  # with one copy, what outputs read is the checkpoint
+                state[rows] = update.policy.checkpoint.read(cache.checkpoint)
     update, cache, _ = members[0]
     state = update._ops.fold(
         state,
@@ -117,8 +116,11 @@ def _flush(members: Sequence[_Member], read: Tensor | None) -> None:
         cache.parameters,
         operand=update.policy.operand,
     )
+    finite = surely_finite(state)
     for update, cache, rows in members:
-        update._reference.write(cache, state[rows])
+        if not finite:
+            update._reference.refuse_non_finite(cache, state[rows])
+        update._reference.store(cache, state[rows])
 
 
 def _joined_ring(members: Sequence[_Member]) -> dict[str, Tensor]:

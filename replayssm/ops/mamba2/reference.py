@@ -172,7 +172,7 @@ def fold(
     weighted = (x * weights[..., None]).transpose(-1, -2)  # [B, H, P, n]
     increment = product(weighted.reshape(batch, groups, -1, slots), B_, operand)
     decay = total.clamp(max=0.0).exp_()[..., None]
-    return torch.addcmul(increment.view(batch, heads, head_dim, d_state), decay, state)
+    return increment.view(batch, heads, head_dim, d_state).addcmul_(decay, state)
 
 
 def _read(ring: Mapping[str, Tensor], end: Cursor, dtype: torch.dtype) -> tuple[Tensor, ...]:
