@@ -18,18 +18,26 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
+from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_launch import (
+    MAX_TOKENS,
     Launch,
     Ring,
     Tokens,
     pieces,
     power_of_two,
+    ring_argument,
+    sizes,
+    token_argument,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_columns, load_rows
 from replayssm.ops.quantize.layout import stored
@@ -46,7 +54,7 @@ def apply_kernel(
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
-    weights,  # of `new_weights`
+    weights,  # of `Window`
     decays,  # [B, HV, T + 1, K] FP32, or None
     T: tl.constexpr,
     HK: tl.constexpr,
@@ -163,17 +171,37 @@ def store_weights(
     tl.store(weights + (2 * BT + 2 * BL) * BT + token, from_state)
 
 
-def window_sizes(constants: dict[str, int], tokens: int) -> dict[str, int]:
-    """`constants` for a window: a ring that has room for it holds no more than L - T records."""
-    past = power_of_two(constants["L"] - tokens)
-    return constants | {"T": tokens, "BT": power_of_two(tokens), "BL": past}
+class Window(NamedTuple):
+    """What the launches of a window share."""
+
+    ring: Ring
+    tokens: Tokens
+    constants: dict[str, int]  # of kernels
+    weights: Tensor  # FP32 [B, HV, ..., BT], what `store_weights` writes; not initialised
 
 
-def new_weights(constants: dict[str, int], batch: int, device: torch.device) -> Tensor:
-    """Room for what `store_weights` writes for every value head, FP32, not initialised."""
-    rows = 2 * constants["BT"] + 2 * constants["BL"] + 1
-    shape = (batch, constants["HV"], rows, constants["BT"])
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def open_window(
+    ring: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    inputs: GatedDeltaInputs,
+) -> Window:
+    """Arguments for a window of `inputs`, of any delta rule.
+
+    Raises ValueError where there is no kernel for it.
+    """
+    ring, tokens = ring_argument(ring), token_argument(inputs)
+    constants = sizes(ring, policy)
+    batch, count = inputs.k.shape[:2]
+    if count > min(constants["L"], MAX_TOKENS):
+        raise ValueError(
+            f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
+        )
+    # A ring that has room for the window holds no more than L - T records.
+    BT, BL = power_of_two(count), power_of_two(constants["L"] - count)
+    constants |= {"T": count, "BT": BT, "BL": BL}
+    shape = (batch, constants["HV"], 2 * BT + 2 * BL + 1, BT)
+    weights = torch.empty(shape, dtype=torch.float32, device=inputs.v.device)
+    return Window(ring, tokens, constants, weights)
 
 
 def _of_one_type(tokens: Tokens) -> Tokens:
@@ -189,35 +217,32 @@ def _of_one_type(tokens: Tokens) -> Tokens:
 
 def apply(
     read: Quantized,
-    ring: Ring,
+    window: Window,
     policy: PrecisionPolicy,
     cursors: Cursors,
-    tokens: Tokens,
-    weights: Tensor,
     decays: Tensor | None,
-    constants: dict[str, int],
     launch: Launch,
 ) -> Tensor:
-    """Outputs [B, T, HV, V] FP32 of a window whose `weights` are known; writes u and v to `ring`.
+    """Outputs [B, T, HV, V] FP32 of a window whose weights are known; writes u and v to the ring.
 
-    decays: [B, HV, T + 1, K] FP32, or None. constants: of `window_sizes`.
+    decays: [B, HV, T + 1, K] FP32, or None.
     """
-    tokens = _of_one_type(tokens)
+    tokens, constants = _of_one_type(window.tokens), window.constants
     out = torch.empty(tokens.v.shape, dtype=torch.float32, device=tokens.v.device)
-    readers = torch.promote_types(ring.k.dtype, tokens.q.dtype)
+    readers = torch.promote_types(window.ring.k.dtype, tokens.q.dtype)
     if decays is not None:
         readers = decays.dtype
     apply_kernel[(launch.tiles(constants), constants["HV"], tokens.v.shape[0])](
         out,
         tokens,
-        ring,
+        window.ring,
         cursors,
         stored(read),
-        weights,
+        window.weights,
         decays,
         **constants,
-        READ=policy.read_storage,
         **pieces(policy.read_storage, constants),
+        READ=policy.read_storage,
         STATE_KEYS=halves_of(unscaled_dtype(policy.read_storage), readers),
         FULL=halves_of(torch.float32, torch.float32),
         **launch.options(),

@@ -17,14 +17,10 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
-from replayssm.ops.gated_delta.triton_apply import apply, new_weights, store_weights, window_sizes
+from replayssm.ops.gated_delta.triton_apply import apply, open_window, store_weights
 from replayssm.ops.gated_delta.triton_launch import (
-    MAX_TOKENS,
     Launch,
     default_launch,
-    ring_argument,
-    sizes,
-    token_argument,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, last, load_rows, substitute
 from replayssm.ops.triton_common import Cursors, exact_dot, halves_of
@@ -33,7 +29,7 @@ from replayssm.policy import PrecisionPolicy
 
 @triton.jit
 def weigh_kernel(
-    weights,  # of `triton_apply.new_weights`
+    weights,  # of `triton_apply.Window`
     tokens,  # Tokens
     ring,  # Ring
     cursors,  # Cursors
@@ -134,26 +130,19 @@ def window(
     In place: slots pos .. pos+T-1 of each row's ring, nothing else. Rows with pos + T > L get NaN.
     Arguments, result [B, T, HV, V] FP32 and errors as in `decode`; T at most 32.
     """
-    ring, tokens = ring_argument(ring), token_argument(inputs)
-    constants = sizes(ring, policy)
-    batch, count = inputs.k.shape[:2]
-    if count > min(constants["L"], MAX_TOKENS):
-        raise ValueError(
-            f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
-        )
+    opened = open_window(ring, policy, inputs)
+    constants, batch = opened.constants, inputs.k.shape[0]
     launch = launch or default_launch("window", policy, constants, batch)
-    constants = window_sizes(constants, count)
-    weights = new_weights(constants, batch, inputs.v.device)
-    readers = torch.promote_types(ring.k.dtype, tokens.q.dtype)
+    readers = torch.promote_types(opened.ring.k.dtype, inputs.q.dtype)
     weigh_kernel[(constants["HV"], batch)](
-        weights,
-        tokens,
-        ring,
+        opened.weights,
+        opened.tokens,
+        opened.ring,
         cursors,
         **constants,
-        KEYS=halves_of(ring.k.dtype, readers),
+        KEYS=halves_of(opened.ring.k.dtype, readers),
         FULL=halves_of(torch.float32, torch.float32),
         COLUMNS=32,
         num_warps=constants["BT"] // 16,
     )
-    return apply(read, ring, policy, cursors, tokens, weights, None, constants, launch)
+    return apply(read, opened, policy, cursors, None, launch)

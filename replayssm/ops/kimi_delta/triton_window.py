@@ -18,14 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_apply import apply, new_weights, store_weights, window_sizes
+from replayssm.ops.gated_delta.triton_apply import apply, open_window, store_weights
 from replayssm.ops.gated_delta.triton_launch import (
-    MAX_TOKENS,
     Launch,
     power_of_two,
-    ring_argument,
-    sizes,
-    token_argument,
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows, substitute
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
@@ -39,7 +35,7 @@ _MOST_UNROLLED = tl.constexpr(16)
 
 @triton.jit
 def weigh_kernel(
-    weights,  # of `triton_apply.new_weights`
+    weights,  # of `triton_apply.Window`
     decays,  # [B, HV, T + 1, K] FP32, see `triton_apply`
     tokens,  # Tokens
     ring,  # Ring
@@ -197,24 +193,16 @@ def window(
     In place: slots pos .. pos+T-1 of each row's ring, nothing else. Rows with pos + T > L get NaN.
     Arguments, result [B, T, HV, V] FP32 and errors as in `decode`; T at most 32.
     """
-    ring, tokens = ring_argument(ring), token_argument(inputs)
-    constants = sizes(ring, policy)
-    batch, count = inputs.k.shape[:2]
-    if count > min(constants["L"], MAX_TOKENS):
-        raise ValueError(
-            f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
-        )
+    opened = open_window(ring, policy, inputs)
+    constants, batch = opened.constants, inputs.k.shape[0]
     launch = launch or default_launch("window", policy, constants, batch)
-    constants = window_sizes(constants, count)
-    device = inputs.v.device
-    weights = new_weights(constants, batch, device)
-    shape = (batch, constants["HV"], count + 1, constants["K"])
-    decays = torch.empty(shape, dtype=torch.float32, device=device)
+    shape = (batch, constants["HV"], constants["T"] + 1, constants["K"])
+    decays = torch.empty(shape, dtype=torch.float32, device=inputs.v.device)
     weigh_kernel[(constants["HV"], batch)](
-        weights,
+        opened.weights,
         decays,
-        tokens,
-        ring,
+        opened.tokens,
+        opened.ring,
         cursors,
         **constants,
         SUMS=precision_of(torch.float32, torch.bfloat16),
@@ -223,4 +211,4 @@ def window(
         BK=power_of_two(constants["K"]),
         num_warps=1,
     )
-    return apply(read, ring, policy, cursors, tokens, weights, decays, constants, launch)
+    return apply(read, opened, policy, cursors, decays, launch)
