@@ -36,7 +36,7 @@ from replayssm.ops.mamba2.triton_token import (
     load_token,
     store_constant,
 )
-from replayssm.ops.quantize.layout import stored
+from replayssm.ops.quantize.layout import is_packed, stored
 from replayssm.ops.quantize.tiles import times_vector, values_of
 from replayssm.ops.triton_common import (
     Cursors,
@@ -65,8 +65,9 @@ def decode_kernel(
     """Grid (tiles of a row, B)."""
     row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     slot = tl.load(cursors.slots + row).to(tl.int64)
+    WORDS: tl.constexpr = DOTS is not None and is_packed(READ)
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, DOTS, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, WORDS, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -97,7 +98,7 @@ def decode_and_flush_kernel(
     ticket = load_ticket(due, tl.program_id(0) // TILES)  # in memory, filled or not
     if tl.program_id(0) < tl.load(due) * TILES:
         token = load_token(
-            tokens, A, ticket.row, part, H, P, G, N, None, None, D_PER_CHANNEL, HEADS, BP, WIDTH
+            tokens, A, ticket.row, part, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
         )  # fmt: skip
         records = load_ring(
             ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
@@ -123,7 +124,7 @@ def step_kernel(
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
     slot = tl.load(cursors.slots + row).to(tl.int64)
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, None, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, False, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)

@@ -20,7 +20,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
-from replayssm.ops.quantize.words import has_parts
+from replayssm.ops.quantize.words import blocks_of
 from replayssm.ops.triton_common import Cursors, precision_of
 from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
@@ -79,7 +79,7 @@ class Launch:
 # Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
 # likeness, and of "decode" by compiled code, since its order of loads changed after it was timed.
 _TABLE = {
-    "decode": {32: (64, 4, None), 16: (128, 2, None), 8: (128, 2, None), 4: (128, 1, 128)},
+    "decode": {32: (64, 2, None), 16: (64, 1, None), 8: (64, 1, None), 4: (128, 1, 128)},
     "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
     "step": {32: (64, 4, None), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
@@ -119,8 +119,8 @@ def default_launch(
     if kernel != "decode" and heads * block_p != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * block_p // 16), None
-    if kernel == "flush" and policy.checkpoint.format != FP32 and (any_row or bits == 4):
-        maxnreg = None  # a loop spills, and so do two roundings
+    if kernel == "flush" and policy.checkpoint.format != FP32 and bits > 4 and any_row:
+        maxnreg = None  # a loop spills
     return Launch(
         heads=heads,
         block_p=block_p,
@@ -205,14 +205,15 @@ def precision(policy: PrecisionPolicy, a: torch.dtype, b: torch.dtype) -> str:
 def dots(
     read: Quantized, ring: Mapping[str, Tensor], inputs: Mamba2Inputs, sizes: Sizes, launch: Launch
 ) -> str | None:
-    """How a token's products with codes and records are taken on tensor cores; None: they are not.
+    """How a token's products with records and E2M1 codes are taken on tensor cores; None: they are
+    not.
 
-    For E2M1 codes, BF16 records and tokens, whose products are exact, and programs of one warp.
+    For BF16 records and tokens, whose products are exact, and programs of one warp.
     """
     is_exact = inputs.C.dtype == ring["B"].dtype == torch.bfloat16
     if not is_exact or launch.eager or launch.num_warps > 1:
         return None
-    if not has_parts(reading(read), sizes["N"]):
+    if blocks_of(reading(read), sizes["N"]) is None:
         return None
     return precision_of(torch.bfloat16, torch.bfloat16)
 

@@ -19,10 +19,12 @@ from replayssm.ops.mamba2.triton_tiles import (
     last,
     load_records,
     past_of,
+    rows_of_tile,
     tile_rows,
     with_last,
     write_state,
 )
+from replayssm.ops.quantize.layout import is_packed
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.tiles import (
@@ -33,6 +35,7 @@ from replayssm.ops.quantize.tiles import (
     values_of,
 )
 from replayssm.ops.quantize.words import (
+    blocks_of,
     load_row_parts,
     load_vector_parts,
     rows_times_parts,
@@ -46,7 +49,7 @@ def load_token(
     tokens, A, row, part,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     READ: tl.constexpr,                 # storage that C meets, or None
-    DOTS: tl.constexpr,                 # see `decode_token`
+    PARTS: tl.constexpr,                # whether in parts, see `decode_token`
     D_PER_CHANNEL: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What tile `part` needs of a row's token, which needs no cursor, as it lies.
@@ -59,10 +62,10 @@ def load_token(
     C = tl.load(C_at + n, mask=n < N, other=0)
     if READ is None:
         C_read = C
-    elif DOTS is None:
-        C_read = load_vector_for(C_at, N, WIDTH, READ)
+    elif PARTS:
+        C_read = load_vector_parts(C_at, N, blocks_of(READ, N))
     else:
-        C_read = load_vector_parts(C_at, N, READ)
+        C_read = load_vector_for(C_at, N, WIDTH, READ)
     B = tl.load(tokens.B + row * tokens.B_row + group * N + n, mask=n < N, other=0)
     x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
     dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
@@ -223,8 +226,9 @@ def load_state(
     _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     in_rows = None if EXACT else in_tile
     if FACTOR:
-        return load_factor(stored, slot, head_of * P + p, in_rows, P, N, WIDTH, STORAGE)
-    else:
+        tile, row = rows_of_tile(stored, part, H, P, G, N, STORAGE, HEADS, BP)
+        return load_factor(tile, slot, row, in_rows, P, N, WIDTH, STORAGE)
+    else:  # where it is written is where it was read
         return load_codes(stored, slot, head_of * P + p, in_rows, P, N, WIDTH, STORAGE)
 
 
@@ -264,9 +268,10 @@ def decode_token(
     EAGER: all is asked for before the cursor is known, so the whole ring; the barrier keeps the
     compiler from asking for a value only where it is used. That is the shortest way through one
     program, and takes registers that else hold other programs, which wait in its place.
-    DOTS: how tensor cores multiply C with codes and with the records' B (`quantize/words.py`);
-    None: they do not.
+    DOTS: how tensor cores multiply C with the records' B, and with the state where it is E2M1
+    words, for which the token has C in parts (`quantize/words.py`); None: they do not.
     """
+    WORDS: tl.constexpr = DOTS is not None and is_packed(READ)
     if EAGER:
         loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
         records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
@@ -277,14 +282,19 @@ def decode_token(
             # First, so that B's registers are free when codes come.
             group, _, _, _, _, _, _ = tile_rows(part, H, P, G, HEADS, BP)
             ring_B = ring.B + slot * ring.B_slot + group * L * N
-            met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), token[1], DOTS)
+            if WORDS:
+                C = token[1]
+            else:
+                C_at = tokens.C + row * tokens.C_row + group * N
+                C = load_vector_parts(C_at, N, blocks_of(READ, N))
+            met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), C, DOTS)
         if not EAGER:
             loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
             records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
-        if DOTS is None:
-            y = times_vector(loaded, token[1], N, WIDTH, READ)
-        else:
+        if WORDS:
             y, factor = words_times_parts(loaded, token[1], N, READ, DOTS)
+        else:
+            y = times_vector(loaded, token[1], N, WIDTH, READ)
         answer(
             out, tokens, token, records, row, part, y, factor, met, pos if EAGER else None,
             H, P, G, RING, HEADS, BP,

@@ -115,6 +115,28 @@ def block_size(storage: Storage) -> int:
 
 
 @triton.jit
+def rows_from(stored, first, ROWS: tl.constexpr, COLS: tl.constexpr, STORAGE: tl.constexpr):
+    """`stored` as it looks from row `first` (a scalar) of each slot, for tiles whose rows follow
+    each other inside a matrix or begin with one.
+
+    Rows that then are constants apart have addresses that are, which a load takes for nothing.
+    """
+    SCALES: tl.constexpr = scales_of(STORAGE)
+    data = stored.data + first * ((COLS + 1) // 2 if is_packed(STORAGE) else COLS)
+    scale, tensor_scale = data, data  # what a storage lacks is not read
+    if SCALES == "row":
+        scale = stored.scale + first
+    elif SCALES != "none":
+        SIZE: tl.constexpr = block_size(STORAGE)
+        scale = stored.scale + first * ((COLS + SIZE - 1) // SIZE)
+    if SCALES == "nvfp4":
+        tensor_scale = stored.tensor_scale + first // ROWS
+    return Stored(
+        data, stored.data_slot, scale, stored.scale_slot, tensor_scale, stored.tensor_scale_slot
+    )
+
+
+@triton.jit
 def load_matrix(
     base, row, in_rows, PITCH: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0
 ):

@@ -8,13 +8,14 @@ A row of COLS columns is four groups of COLS / 4, one for each of the four lanes
 an operand; a part is eight columns of every group, [.., 32]. The vector is [BLOCKS, 32] in each
 part: a line for each block of the row, with zeros where columns are another block's. A product with
 it keeps the sums of blocks apart, and so a block scale is applied to a sum and not to every code.
+(Where nothing has scales, eight blocks are as many columns as a product has.)
 """
 
 import triton
 import triton.language as tl
 
 from replayssm.formats.storage import Storage
-from replayssm.ops.quantize.layout import block_size, reads_words
+from replayssm.ops.quantize.layout import block_size, is_packed, reads_words
 from replayssm.ops.quantize.tiles import decode_block_scale, factor_of
 
 # Codes are used as BF16 patterns of 2^-126 times their value, and the vector times 2^63, so that
@@ -23,13 +24,15 @@ _HALF_WAY = tl.constexpr(2.0**63)
 
 
 @triton.constexpr_function
-def has_parts(storage: Storage, cols: int) -> bool:
-    """Whether rows of `cols` codes can be multiplied in parts: the columns that a product sums are
-    whole blocks, and as many as tensor cores have columns."""
+def blocks_of(storage: Storage, cols: int) -> int | None:
+    """Blocks of a vector that meets records, and rows of `cols` E2M1 codes if that is how they are
+    stored; None: such rows, or such codes, cannot be multiplied in parts."""
+    if not is_packed(storage):
+        return 8 if cols >= 64 and cols.bit_count() == 1 else None
     if not reads_words(storage, cols) or cols % block_size(storage):
-        return False
+        return None
     blocks = cols // block_size(storage)
-    return blocks >= 8 and blocks.bit_count() == 1
+    return blocks if blocks >= 8 and blocks.bit_count() == 1 else None
 
 
 @triton.jit
@@ -40,10 +43,9 @@ def _columns(PART: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_vector_parts(base, COLS: tl.constexpr, STORAGE: tl.constexpr):
+def load_vector_parts(base, COLS: tl.constexpr, BLOCKS: tl.constexpr):
     """COLS elements at `base` in parts [BLOCKS, 32], as they lie."""
-    BLOCKS: tl.constexpr = COLS // block_size(STORAGE)
-    EACH: tl.constexpr = block_size(STORAGE) // 8  # parts of a block
+    EACH: tl.constexpr = COLS // BLOCKS // 8  # parts of a block
     line = tl.arange(0, BLOCKS)[:, None]
     group = tl.arange(0, 32)[None, :] // 8
     parts = ()
