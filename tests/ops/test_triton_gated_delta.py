@@ -5,20 +5,15 @@ and outputs start as NaN everywhere, and the pool has its slots in another order
 one to spare.
 """
 
-import math
-
 import pytest
 import torch
-from gated_delta_pool import (
+from delta_pool import (
     DEVICE,
     FP32_ACCURATE,
+    GATED_DELTA,
+    MARKS,
     READ,
-    SHAPES,
     SMALL,
-    as_bytes,
-    expected,
-    inputs_for,
-    make_pool,
     values,
 )
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
@@ -29,10 +24,10 @@ from replayssm.ops.gated_delta.reference import GatedDeltaGeometry
 from replayssm.ops.gated_delta.triton_launch import Launch
 from replayssm.ops.gated_delta.triton_window import window
 
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = MARKS
+make_pool = GATED_DELTA.make_pool
+inputs_for = GATED_DELTA.inputs_for
+expected = GATED_DELTA.expected
 
 
 # ---- outputs ---------------------------------------------------------------------------------
@@ -51,7 +46,7 @@ if DEVICE == "cuda":
     ],
 )
 def test_outputs_and_state_equal_the_float64_recurrence(shape, policy, ring_len, windows):
-    shape = SHAPES[shape]
+    shape = GATED_DELTA.shapes[shape]
     pool = make_pool(policy, shape, ring_len=ring_len)
     inputs = inputs_for(shape, 2, sum(windows))
     state = values(pool.checkpoint, pool.policy.checkpoint)[[2, 0]]
@@ -124,7 +119,7 @@ def test_a_window_of_one_token_equals_decode():
 
 
 def test_launch_parameters_change_no_number():
-    shape = SHAPES["r3-k16-v5"] | {"head_v_dim": 40}
+    shape = GATED_DELTA.shapes["r3-k16-v5"] | {"head_v_dim": 40}
     inputs = inputs_for(shape, 2, 5)
     default, other = make_pool("fp16", shape), make_pool("fp16", shape)
     launch = Launch(block_v=16, num_warps=1, num_stages=1)
@@ -174,54 +169,6 @@ def test_tokens_are_rounded_on_append_before_they_are_used(arrive, held):
     pool.commit(4, 4)
     pool.flush([1, 1])
     assert relative(pool.checkpoint.data.cpu()[[2, 0]], last) < FP32_ACCURATE
-
-
-def test_inputs_may_be_parts_of_one_projection():
-    """q, k, v as views of one tensor give the same bits as dense tensors."""
-    inputs = inputs_for(SMALL, 2, 4)
-    flat = torch.cat([t.flatten(2) for t in inputs[:3]], -1)
-    parts = flat.split([t.flatten(2).shape[-1] for t in inputs[:3]], -1)
-    views = inputs._replace(
-        **{n: p.view(t.shape) for n, p, t in zip("qkv", parts, inputs[:3], strict=True)}
-    )
-    assert not views.v.is_contiguous()
-    for tokens in (1, 4):
-        got = make_pool("fp32", SMALL).run(take_tokens(views, 0, tokens))
-        assert torch.equal(got, make_pool("fp32", SMALL).run(take_tokens(inputs, 0, tokens)))
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4", "fp32+nvfp4:update=read"])
-def test_rejected_drafts_leave_no_trace(policy):
-    """Rows accept 3 and 0 of 4 drafts; what they rejected is replaced by NaN and never read."""
-    inputs = inputs_for(SMALL, 2, 4)
-    pool, clean = make_pool(policy, SMALL), make_pool(policy, SMALL)
-    pool.run(inputs)
-    pool.commit(3, 0)
-    for name in pool.ring:
-        pool.ring[name][2, :, 3:] = math.nan
-        pool.ring[name][0] = math.nan
-    clean.run(take_tokens(inputs, 0, 3))
-    clean.commit(3, 0)
-    following = inputs_for(SMALL, 2, 2, seed=8)
-    assert relative(pool.run(following), clean.run(following)) < FP32_ACCURATE
-    pool.commit(2, 2)
-    pool.flush([1, 1])
-    assert torch.isfinite(values(pool.checkpoint, pool.policy.checkpoint)).all()
-
-
-def test_a_window_without_room_gives_nan_and_touches_no_neighbour():
-    inputs = inputs_for(SMALL, 2, 4)
-    pool = make_pool("fp32", SMALL, ring_len=5)
-    pool.run(inputs)
-    pool.commit(4, 1)
-    before = pool.bytes()
-    out = pool.run(inputs)
-    assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
-    pool.commit(1, 0)
-    assert torch.isnan(pool.run(take_tokens(inputs, 0, 1))[0]).all()
-    k = pool.ring["k"]
-    assert torch.equal(as_bytes(k[1]), before["ring k"].view_as(as_bytes(k))[1])
-    assert torch.isnan(k[1]).all()
 
 
 # ---- rows ------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ import math
 
 import pytest
 import torch
-from gated_delta_pool import (
+from delta_pool import (
     DEVICE,
     FP32_ACCURATE,
-    LAYER,
-    SHAPES,
+    GATED_DELTA,
+    MARKS,
     SMALL,
     STORED,
     as_bytes,
-    expected,
-    inputs_for,
-    make_pool,
+    assert_codes,
     values,
 )
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
@@ -33,10 +31,10 @@ from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
 from replayssm.ops.triton_common import Cursors
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = MARKS
+make_pool = GATED_DELTA.make_pool
+inputs_for = GATED_DELTA.inputs_for
+expected = GATED_DELTA.expected
 
 
 # ---- flush -----------------------------------------------------------------------------------
@@ -52,19 +50,6 @@ def flushed(policy, shape, ring_len=5, slots=(2, 0)):
     pool.cursors.flushes.fill_(6)
     pool.flush()
     return pool, last
-
-
-def assert_codes(pool, stored, storage, state, stream):
-    """Flushed rows of `stored` hold what `formats` makes of FP32 `state`, to the last bit."""
-    per_slot = {n: getattr(pool.cursors, n).cpu() for n in ("seed", "sequence")}
-    bits = storage.draw_bits(
-        state.shape, layer=LAYER, stream=stream, flush_index=torch.full((3,), 6), **per_slot
-    )
-    want = storage.write(state, bits)
-    for name, tensor in want.tensors().items():
-        got = stored.tensors()[name].cpu()
-        assert torch.equal(as_bytes(got[[2, 0]]), as_bytes(tensor[[2, 0]])), name
-    return want.saturated
 
 
 @STORED
@@ -85,52 +70,6 @@ def test_checkpoint_codes_are_those_of_formats(name):
     assert relative(state[[2, 0]], last) < FP32_ACCURATE
     saturated = assert_codes(pool, pool.checkpoint, STORAGES[name], state, CHECKPOINT_STREAM)
     assert torch.equal(pool.cursors.saturated[[2, 0]].cpu(), saturated[[2, 0]])
-
-
-def test_update_source_read_folds_what_was_read():
-    """The correction made from a coarse copy enters the checkpoint, as the reference has it."""
-    inputs = inputs_for(SMALL, 2, 5)
-    leaky = make_pool("fp32+nvfp4:update=read", SMALL, ring_len=5)
-    state = leaky.checkpoint.data.cpu()[[2, 0]]
-    leaky.run(inputs)
-    u = leaky.ring["u"][[2, 0]].cpu().double()  # [2, HV, 5, V]
-    leaky.commit(5, 5)
-    leaky.flush()
-    k = inputs.k.cpu().double().repeat_interleave(2, 2)
-    want = state.double()
-    for t in range(5):
-        want = want * inputs.g.cpu().double()[:, t].exp()[..., None, None]
-        want = want + u[:, :, t, :, None] * k[:, t, :, None]
-    assert relative(leaky.checkpoint.data.cpu()[[2, 0]], want) < FP32_ACCURATE
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-sr", "int8-sr", "nvfp4", "fp32+fp8"])
-def test_step_is_decode_then_commit_then_flush(policy):
-    one, other = make_pool(policy, SMALL, ring_len=2), make_pool(policy, SMALL, ring_len=2)
-    inputs = inputs_for(SMALL, 2, 4)
-    for t in range(4):
-        token = take_tokens(inputs, t, t + 1)
-        out = one.step(token)
-        want = other.run(token)
-        assert relative(out, want) < FP32_ACCURATE
-        other.commit(1, 1)
-        other.flush()
-        assert one.cursors.pos.tolist() == other.cursors.pos.tolist()
-        assert one.cursors.flushes.tolist() == other.cursors.flushes.tolist()
-        # The fold is the same sum in another order. A scale may move by its last bit, and now and
-        # then a code falls to the other side.
-        if policy.startswith("fp32"):
-            assert relative(one.checkpoint.data, other.checkpoint.data) < FP32_ACCURATE
-        else:
-            a, b = one.checkpoint.tensors(), other.checkpoint.tensors()
-            assert float((a["data"] != b["data"]).double().mean()) < 5e-3
-            for name in a.keys() & {"scale", "tensor_scale"}:
-                if a[name].dtype == torch.float32:
-                    assert relative(a[name], b[name]) < FP32_ACCURATE
-                else:
-                    assert float((a[name] != b[name]).double().mean()) < 5e-3
-        for name, tensor in other.tensors().items():
-            tensor.copy_(one.tensors()[name])
 
 
 def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
@@ -169,7 +108,7 @@ def test_one_kernel_makes_the_step_that_several_make(policy, shape):
 
     A compiler may form sums of the same tile in another order: then a code in a thousand differs.
     """
-    shape = SMALL if shape == "small" else SHAPES[shape]
+    shape = SMALL if shape == "small" else GATED_DELTA.shapes[shape]
     several, one = (
         stepped(policy, shape, single=single, tokens=11, live=7) for single in (False, True)
     )
