@@ -234,8 +234,8 @@ class ReplayCache:
 
 def _common(pos: Tensor) -> int | Tensor:
     """One number where all rows agree, else `pos` [B]; on the CPU."""
-    first = int(pos[0])
-    return first if bool((pos == first).all()) else pos
+    slots = pos.tolist()
+    return slots[0] if len(set(slots)) == 1 else pos
 
 
 def _nbytes(tensor: Tensor) -> int:

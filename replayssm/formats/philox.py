@@ -35,14 +35,14 @@ def philox4x32(
     if rounds not in PHILOX_ROUNDS:
         raise ValueError(f"philox rounds {rounds!r} is not one of 5, 7, 10")
     c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
-    k0, k1 = (torch.as_tensor(k, dtype=torch.int64) for k in key)
+    k0, k1 = key
     # Operands keep their own shapes, so the first rounds run on small tensors. int64 products
     # wrap, which leaves all 64 bits right; c1 and c3 carry garbage above bit 31 until the masks of
     # the next round.
     for _ in range(rounds):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0 = ((p1 >> 32) ^ (c1 ^ k0)) & _LOW32
-        c2 = ((p0 >> 32) ^ (c3 ^ k1)) & _LOW32
+        c0 = ((p1 >> 32) ^ (c1 ^ k0)).bitwise_and_(_LOW32)
+        c2 = ((p0 >> 32) ^ (c3 ^ k1)).bitwise_and_(_LOW32)
         c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _LOW32, (k1 + _W1) & _LOW32
     words = torch.broadcast_tensors(c0, c1 & _LOW32, c2, c3 & _LOW32)
@@ -135,10 +135,9 @@ def _draw(
         rounds,
     )
     if bits <= 16:
-        # 32 bits are a word's pattern; the signs that a shift drags in are masked off.
+        # As 16-bit halves, low half first; the signs that widening brings are masked off.
         patterns = torch.stack([word.to(torch.int32) for word in words], dim=-1)
-        halves = torch.tensor([0, 16], dtype=torch.int32, device=device)
-        out = patterns[..., None] >> halves  # [B, H, groups, 4, 2]
+        out = patterns.view(torch.int16).to(torch.int32)  # [B, H, groups, 8]
     else:
         out = torch.stack(words, dim=-1)
     out &= (1 << bits) - 1
