@@ -1,6 +1,7 @@
-"""Triton's interpreter: when a test that forces kernels onto CPU tensors can run, and at what pace.
+"""Where kernels run in a test: compiled on a GPU if there is one, or in Triton's interpreter.
 
-Knows some of Triton's insides, and no kernel of ours.
+Owns how such tests are marked, when one that needs the interpreter is skipped, and its pace. Knows
+some of Triton's insides, and no kernel of ours.
 """
 
 import inspect
@@ -8,11 +9,20 @@ import inspect
 import pytest
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = "triton" if DEVICE == "cuda" else "triton (interpreted)"  # the backend in effect
+
+# Of tests of kernels. The interpreter computes with NumPy, which warns where a GPU does not: x / 0,
+# Inf - Inf.
+KERNEL_MARKS = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    KERNEL_MARKS.append(pytest.mark.gpu)
+
 
 def needs_interpreter() -> None:
     """Skip unless Triton's interpreter runs here, and can loop up to a number in memory."""
     triton = pytest.importorskip("triton")
-    if torch.cuda.is_available():
+    if DEVICE == "cuda":
         pytest.skip("kernels are compiled for the GPU here")
     if triton.__version__.startswith("3.6"):
         pytest.skip("this interpreter loops over constants only (NumPy 2.4)")

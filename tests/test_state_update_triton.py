@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from interpreter import DEVICE, KERNEL_MARKS
 from recurrence_cases import (
     TINY,
     decode,
@@ -21,11 +22,7 @@ from recurrence_cases import (
 from replayssm.formats.codec import NonFiniteStateError
 from replayssm.ops import capability
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 RECURRENCE = pytest.mark.parametrize("recurrence", TINY)
 
 # FP32 accuracy: sums of some dozens of products in any order.

@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from interpreter import DEVICE, KERNEL_MARKS, TRITON
 from test_speculative import ScriptedDrafter, _poison, check_greedy, decoded
 from tiny_models import random_tokens, tiny_model
 
@@ -19,12 +20,7 @@ from replayssm.engine.speculative import Speculated, SpeculativeDecoder
 from replayssm.models import Adapter
 from replayssm.policy import parse_policy
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = "triton" if DEVICE == "cuda" else "triton (interpreted)"
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 
 NAMES = ["mamba2", "qwen3_5", "kimi_linear"]
 EVERY = pytest.mark.parametrize("name", NAMES)

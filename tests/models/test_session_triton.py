@@ -5,6 +5,7 @@ Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`).
 
 import pytest
 import torch
+from interpreter import DEVICE, KERNEL_MARKS, TRITON
 from tiny_models import random_tokens
 
 from replayssm.engine.stream import Stream
@@ -13,12 +14,7 @@ from replayssm.models import Adapter, RowGroup
 from replayssm.models.session import describe_backends
 from replayssm.policy import parse_policy
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
-TRITON = "triton" if DEVICE == "cuda" else "triton (interpreted)"
+pytestmark = KERNEL_MARKS
 
 
 def group(policy, *ids, factor=1.0):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from interpreter import DEVICE
 from recurrence_cases import make_inputs, take_tokens
 
 from replayssm.formats.quantized import Quantized
@@ -26,12 +27,6 @@ from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
 from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
 from replayssm.ops.triton_common import Cursors, commit, new_cursors
 from replayssm.policy import PrecisionPolicy, parse_policy
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not.
-MARKS = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    MARKS.append(pytest.mark.gpu)
 
 # FP32 accuracy: a sum of a hundred products in any order.
 FP32_ACCURATE = 5e-7

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 import torch
+from interpreter import DEVICE
+from same_bits import pattern
 
 from replayssm.formats.codec import dequantize
 from replayssm.formats.quantized import Quantized
@@ -14,7 +16,6 @@ from replayssm.ops.mamba2.triton_window import window
 from replayssm.ops.triton_common import Cursors, new_cursors
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 11
 SMALL = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=32)
 ODD = Mamba2Geometry(num_heads=3, head_dim=80, n_groups=1, d_state=16)
@@ -90,11 +91,6 @@ class Pool:
         named |= {f"ring {k}": v for k, v in self.ring.items()}
         named |= {k: v for k, v in self.cursors._asdict().items() if k != "slots"}
         return {k: pattern(v).clone() for k, v in named.items()}
-
-
-def pattern(t):
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return t.detach().cpu().contiguous().view(sizes[t.element_size()])
 
 
 def make_pool(geometry, policy, slots, rows, dtype=torch.float32, seed=1):

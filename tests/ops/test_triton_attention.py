@@ -7,15 +7,13 @@ row's keys hold NaN everywhere.
 import pytest
 import torch
 import triton
+from interpreter import DEVICE, KERNEL_MARKS
 
 from replayssm.ops.attention import triton_attention
 from replayssm.ops.attention.triton_attention import append, attend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
-elif triton.__version__.startswith("3.6"):
+pytestmark = [*KERNEL_MARKS]
+if DEVICE == "cpu" and triton.__version__.startswith("3.6"):
     pytestmark.append(pytest.mark.skip("this interpreter loops over constants only (NumPy 2.4)"))
 
 

@@ -9,11 +9,12 @@ import math
 
 import pytest
 import torch
-from delta_pool import FP32_ACCURATE, GATED_DELTA, KIMI_DELTA, MARKS, SMALL, as_bytes
+from delta_pool import FP32_ACCURATE, GATED_DELTA, KIMI_DELTA, SMALL, as_bytes
+from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
-pytestmark = MARKS
+pytestmark = KERNEL_MARKS
 RULES = pytest.mark.parametrize("rule", [GATED_DELTA, KIMI_DELTA], ids=lambda rule: rule.name)
 # Codes and scales that may differ where a fold sums in another order.
 DIFFERENT = {"gated_delta": 5e-3, "kimi_delta": 2e-2}

@@ -11,11 +11,11 @@ from delta_pool import (
     DEVICE,
     FP32_ACCURATE,
     GATED_DELTA,
-    MARKS,
     READ,
     SMALL,
     values,
 )
+from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_rows, take_tokens
 
@@ -24,7 +24,7 @@ from replayssm.ops.gated_delta.reference import GatedDeltaGeometry
 from replayssm.ops.gated_delta.triton_launch import Launch
 from replayssm.ops.gated_delta.triton_window import window
 
-pytestmark = MARKS
+pytestmark = KERNEL_MARKS
 make_pool = GATED_DELTA.make_pool
 inputs_for = GATED_DELTA.inputs_for
 expected = GATED_DELTA.expected

@@ -11,13 +11,13 @@ from delta_pool import (
     DEVICE,
     FP32_ACCURATE,
     GATED_DELTA,
-    MARKS,
     SMALL,
     STORED,
     as_bytes,
     assert_codes,
     values,
 )
+from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
@@ -31,7 +31,7 @@ from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
 from replayssm.ops.triton_common import Cursors
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
-pytestmark = MARKS
+pytestmark = KERNEL_MARKS
 make_pool = GATED_DELTA.make_pool
 inputs_for = GATED_DELTA.inputs_for
 expected = GATED_DELTA.expected

@@ -8,7 +8,8 @@ key channel touches.
 
 import pytest
 import torch
-from delta_pool import DEVICE, FP32_ACCURATE, KIMI_DELTA, MARKS, READ, SMALL, assert_codes
+from delta_pool import DEVICE, FP32_ACCURATE, KIMI_DELTA, READ, SMALL, assert_codes
+from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
@@ -16,7 +17,7 @@ from replayssm.formats.storage import STORAGES
 from replayssm.ops.gated_delta.triton_launch import Launch
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
-pytestmark = MARKS
+pytestmark = KERNEL_MARKS
 KIMI = dict(num_k_heads=32, num_v_heads=32, head_k_dim=128, head_v_dim=128)
 make_pool, inputs_for, expected = KIMI_DELTA.make_pool, KIMI_DELTA.inputs_for, KIMI_DELTA.expected
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import KERNEL_MARKS
 from mamba2_pool import (
     DEVICE,
     GEOMETRIES,
@@ -28,10 +29,7 @@ from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_window import window
 from replayssm.ops.triton_common import commit
 
-# The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 
 POLICIES = [
     "fp32", "fp16", "bf16-sr", "fp8", "fp8-e5m2-sr", "int8-sr", "nvfp4", "nvfp4-sr", "nvfp4-46",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import KERNEL_MARKS
 from mamba2_pool import (
     DEVICE,
     GEOMETRIES,
@@ -15,11 +16,11 @@ from mamba2_pool import (
     error,
     make_pool,
     oracle,
-    pattern,
     random_inputs,
     tokens_of,
     values,
 )
+from same_bits import pattern
 
 from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
@@ -30,10 +31,7 @@ from replayssm.ops.mamba2.triton_window import window
 from replayssm.ops.triton_common import commit
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, parse_policy
 
-# The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 
 
 # ---- stored bits -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreter import DEVICE, KERNEL_MARKS
 from same_bits import assert_same_bits
 
 from replayssm.formats.number import BF16, E2M1, E4M3, E5M2, FP16, FP32, INT8
@@ -19,11 +20,7 @@ from replayssm.ops.quantize import rounding as device_rounding
 from replayssm.ops.quantize.layout import store_matrix
 from replayssm.ops.quantize.philox import philox4x32, random_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 LAYER, STREAM = 11, 1
 
 

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from interpreter import DEVICE, KERNEL_MARKS
 from recurrence_cases import TINY, make_cache, make_inputs, make_update, same_cache, take_tokens
 
 from replayssm.ops.triton_operators import OPERATORS, spelled
 from replayssm.policy import PRESETS, PrecisionPolicy, parse_policy
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 
 
 def arguments(recurrence, policy, tokens, filled):

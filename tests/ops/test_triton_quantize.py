@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreter import DEVICE, KERNEL_MARKS
 from same_bits import assert_same_bits
 
 from replayssm.formats.block import BLOCK_FORMATS, MXFP4, MXFP8
@@ -32,11 +33,7 @@ from replayssm.ops.quantize.tiles import (
     times_vector,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter computes with NumPy, which warns where a GPU does not: x / 0, Inf - Inf.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-if DEVICE == "cuda":
-    pytestmark.append(pytest.mark.gpu)
+pytestmark = KERNEL_MARKS
 
 MX_RULES = {
     f"{fmt.name}-{rule}": Storage(format=replace(fmt, name=f"{fmt.name}-{rule}", scale_rule=rule))
