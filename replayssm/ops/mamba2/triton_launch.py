@@ -119,7 +119,7 @@ def default_launch(
     if kernel != "decode" and heads * block_p != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * block_p // 16), None
-    if kernel == "flush" and policy.checkpoint.format != FP32 and bits > 4 and any_row:
+    if kernel == "flush" and policy.checkpoint.format != FP32 and any_row:
         maxnreg = None  # a loop spills
     return Launch(
         heads=heads,

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from replayssm.formats.number import FP32, NumberFormat
 from replayssm.formats.storage import Storage
-from replayssm.ops.quantize.layout import rows_from
 from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact, round_to_format
 from replayssm.ops.quantize.store import store_tile
@@ -86,22 +85,6 @@ def tile_rows(
     in_heads = first_head + i < H // G
     in_rows = (first_head + r // BP < H // G) & (first_p + r % BP < P)
     return group, first_p, base + i, base + r // BP, first_p + r % BP, in_heads, in_rows
-
-
-@triton.jit
-def rows_of_tile(
-    stored, part,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, STORAGE: tl.constexpr,
-    HEADS: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """How to load tile `part`: a `Stored` and rows of it [R]."""
-    _, first_p, head, head_of, p, _, _ = tile_rows(part, H, P, G, HEADS, BP)
-    FOLLOW: tl.constexpr = HEADS == 1 or BP == P  # whether rows follow each other
-    if FOLLOW and P % BP == 0 and (H // G) % HEADS == 0:
-        first = tl.min(head, 0) * P + first_p
-        return rows_from(stored, first, P, N, STORAGE), tl.arange(0, HEADS * BP)
-    else:
-        return stored, head_of * P + p
 
 
 @triton.jit

@@ -19,12 +19,11 @@ from replayssm.ops.mamba2.triton_tiles import (
     last,
     load_records,
     past_of,
-    rows_of_tile,
     tile_rows,
     with_last,
     write_state,
 )
-from replayssm.ops.quantize.layout import is_packed
+from replayssm.ops.quantize.layout import is_packed, rows_from
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.tiles import (
@@ -223,13 +222,18 @@ def load_state(
 ):  # fmt: skip
     """`load_factor` or `load_codes` of tile `part`."""
     EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
-    _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    FOLLOW: tl.constexpr = EXACT and (HEADS == 1 or BP == P)  # whether rows follow each other
+    _, first_p, head, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
     in_rows = None if EXACT else in_tile
-    if FACTOR:
-        tile, row = rows_of_tile(stored, part, H, P, G, N, STORAGE, HEADS, BP)
-        return load_factor(tile, slot, row, in_rows, P, N, WIDTH, STORAGE)
-    else:  # where it is written is where it was read
-        return load_codes(stored, slot, head_of * P + p, in_rows, P, N, WIDTH, STORAGE)
+    row = head_of * P + p
+    if not FACTOR:  # where it is written is where it was read
+        return load_codes(stored, slot, row, in_rows, P, N, WIDTH, STORAGE)
+    elif FOLLOW:
+        tile = rows_from(stored, tl.min(head, 0) * P + first_p, P, N, STORAGE)
+        row = tl.arange(0, HEADS * BP)
+        return load_factor(tile, slot, row, None, P, N, WIDTH, STORAGE)
+    else:
+        return load_factor(stored, slot, row, in_rows, P, N, WIDTH, STORAGE)
 
 
 @triton.jit
