@@ -33,14 +33,13 @@ FP32_ACCURATE = 5e-7
 LAYER = 9
 SMALL = dict(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=16)
 STORED = pytest.mark.parametrize("name", STORAGES)
-READ = pytest.mark.parametrize("name", [name for name in STORAGES if "-sr" not in name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
     """A recurrence and its kernels: modules with the functions they are named after.
 
-    shapes: widths that are no power of two; one, two and three value heads a key head.
+    shapes: widths that are no power of two, by value heads a key head: "r1", "r2" and "r3".
     """
 
     name: str  # in `recurrence_cases`
@@ -99,9 +98,9 @@ GATED_DELTA = DeltaRule(
     window=gated_delta_window,
     flush=gated_delta_flush,
     shapes={
-        "r1-k80-v96": dict(num_k_heads=2, num_v_heads=2, head_k_dim=80, head_v_dim=96),
-        "r2-k96-v80": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=80),
-        "r3-k16-v5": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
+        "r1": dict(num_k_heads=2, num_v_heads=2, head_k_dim=80, head_v_dim=96),
+        "r2": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=80),
+        "r3": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
     },
 )
 KIMI_DELTA = DeltaRule(
@@ -113,9 +112,9 @@ KIMI_DELTA = DeltaRule(
     window=kimi_delta_window,
     flush=kimi_delta_flush,
     shapes={
-        "r1-k48-v24": dict(num_k_heads=2, num_v_heads=2, head_k_dim=48, head_v_dim=24),
-        "r2-k96-v20": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=20),
-        "r3-k16-v5": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
+        "r1": dict(num_k_heads=2, num_v_heads=2, head_k_dim=48, head_v_dim=24),
+        "r2": dict(num_k_heads=1, num_v_heads=2, head_k_dim=96, head_v_dim=20),
+        "r3": dict(num_k_heads=1, num_v_heads=3, head_k_dim=16, head_v_dim=5),
     },
 )
 

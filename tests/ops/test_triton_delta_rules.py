@@ -1,4 +1,4 @@
-"""What holds of the kernels of both delta rules alike: views, drafts, room, steps.
+"""What holds of the kernels of both delta rules alike: outputs, records, drafts, room, steps.
 
 Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`). Unused ring slots
 and outputs start as NaN everywhere, and the pool has its slots in another order than the rows, and
@@ -14,10 +14,73 @@ from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
+from replayssm.formats.storage import STORAGES
+
 pytestmark = KERNEL_MARKS
 RULES = pytest.mark.parametrize("rule", [GATED_DELTA, KIMI_DELTA], ids=lambda rule: rule.name)
 # Codes and scales that may differ where a fold sums in another order.
 DIFFERENT = {"gated_delta": 5e-3, "kimi_delta": 2e-2}
+
+
+@RULES
+@pytest.mark.parametrize("policy", ["fp32", "fp32+fp32"], ids=["one-copy", "recompute"])
+@pytest.mark.parametrize(
+    "shape, ring_len, windows",
+    [
+        ("r1", 1, (1,)),
+        ("r1", 16, (3, 1, 7)),
+        ("r2", 5, (1, 4)),
+        ("r2", 32, (27, 5)),
+        ("r3", 5, (5,)),
+        ("r3", 40, (1, 32, 2)),
+    ],
+)
+def test_outputs_and_state_equal_the_float64_recurrence(rule, shape, policy, ring_len, windows):
+    pool = rule.make_pool(policy, rule.shapes[shape], ring_len=ring_len)
+    inputs = rule.inputs_for(rule.shapes[shape], 2, sum(windows))
+    want, last = rule.expected(pool.state(), inputs)
+    assert relative(pool.run_in_windows(inputs, windows), want) < FP32_ACCURATE
+    pool.flush([True, True])
+    assert relative(pool.state(), last) < FP32_ACCURATE
+    assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
+
+
+@RULES
+@pytest.mark.parametrize("name", [name for name in STORAGES if "-sr" not in name])
+def test_outputs_read_every_format_and_write_no_state(rule, name):
+    """Against the recurrence from the values that the codes stand for."""
+    shape = dict(num_k_heads=1, num_v_heads=2, head_k_dim=80, head_v_dim=16)
+    pool = rule.make_pool(name, shape)
+    inputs = rule.inputs_for(shape, 2, 5)
+    want, _ = rule.expected(pool.state(), inputs)
+    before = pool.bytes()
+    assert relative(pool.run_in_windows(inputs, (1, 4)), want) < FP32_ACCURATE
+    for part, stored in pool.bytes().items():
+        if part.startswith("ring"):
+            assert torch.isnan(pool.ring[part[5:]][:, :, 5:]).all(), part
+        else:
+            assert torch.equal(stored, before[part]), part
+
+
+@RULES
+@pytest.mark.parametrize("arrive", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16])
+def test_tokens_are_rounded_on_append_before_they_are_used(rule, arrive, held):
+    """Outputs and state are those of the rounded tokens; gates stay FP32."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[held]
+    pool = rule.make_pool(f"fp32+fp32:ring={name}", SMALL, dtype=held)
+    inputs = rule.inputs_for(SMALL, 2, 5, ring=None if arrive == torch.float32 else arrive)
+    rounded = inputs._replace(
+        **{n: STORAGES[name].read(STORAGES[name].write(getattr(inputs, n).cpu())) for n in "kv"}
+    )
+    want, last = rule.expected(pool.state(), rounded)
+    assert relative(pool.run_in_windows(inputs, (1, 4)), want) < FP32_ACCURATE
+    for row, slot in enumerate((2, 0)):
+        for part, tokens in (("k", rounded.k), ("v", rounded.v), ("g", inputs.g)):
+            ring = pool.ring[part][slot, :, :5]
+            assert torch.equal(ring.cpu(), tokens[row].cpu().transpose(0, 1).to(ring.dtype)), part
+    pool.flush([1, 1])
+    assert relative(pool.state(), last) < FP32_ACCURATE
 
 
 @RULES

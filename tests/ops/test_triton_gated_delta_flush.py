@@ -99,8 +99,8 @@ def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
         ("small", "fp32+fp32"),
         ("small", "fp16-sr+nvfp4-sr"),
         ("small", "fp32+nvfp4:update=read"),
-        ("r2-k96-v80", "fp16-sr"),
-        ("r2-k96-v80", "fp32+nvfp4"),
+        ("r2", "fp16-sr"),
+        ("r2", "fp32+nvfp4"),
     ],
 )
 def test_one_kernel_makes_the_step_that_several_make(policy, shape):

@@ -2,62 +2,23 @@
 
 Runs in Triton's interpreter without a GPU, compiled with one (`pytest -m gpu`). Unused ring slots
 and outputs start as NaN everywhere, and the pool has its slots in another order than the rows, and
-one to spare. What the kernels share with Gated DeltaNet is tested there; here is what a decay per
-key channel touches.
+one to spare. What holds of both delta rules is tested in `test_triton_delta_rules.py`; here is what
+a decay per key channel touches.
 """
 
 import pytest
 import torch
-from delta_pool import DEVICE, FP32_ACCURATE, KIMI_DELTA, READ, SMALL, assert_codes
+from delta_pool import DEVICE, FP32_ACCURATE, KIMI_DELTA, SMALL, assert_codes
 from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
-from replayssm.formats.storage import STORAGES
 from replayssm.ops.gated_delta.triton_launch import Launch
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
 pytestmark = KERNEL_MARKS
 KIMI = dict(num_k_heads=32, num_v_heads=32, head_k_dim=128, head_v_dim=128)
 make_pool, inputs_for, expected = KIMI_DELTA.make_pool, KIMI_DELTA.inputs_for, KIMI_DELTA.expected
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp32+fp32"], ids=["one-copy", "recompute"])
-@pytest.mark.parametrize(
-    "shape, ring_len, windows",
-    [
-        ("r1-k48-v24", 1, (1,)),
-        ("r1-k48-v24", 16, (3, 1, 7)),
-        ("r2-k96-v20", 5, (1, 4)),
-        ("r2-k96-v20", 32, (27, 5)),
-        ("r3-k16-v5", 5, (5,)),
-        ("r3-k16-v5", 40, (1, 32, 2)),
-    ],
-)
-def test_outputs_and_state_equal_the_float64_recurrence(shape, policy, ring_len, windows):
-    shape = KIMI_DELTA.shapes[shape]
-    pool = make_pool(policy, shape, ring_len=ring_len)
-    inputs = inputs_for(shape, 2, sum(windows))
-    want, last = expected(pool.state(), inputs)
-    assert relative(pool.run_in_windows(inputs, windows), want) < FP32_ACCURATE
-    pool.flush([True, True])
-    assert relative(pool.state(), last) < FP32_ACCURATE
-    assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
-
-
-@READ
-def test_outputs_read_every_format_and_write_no_state(name):
-    """Against the recurrence from the values that the codes stand for."""
-    shape = dict(num_k_heads=1, num_v_heads=2, head_k_dim=80, head_v_dim=16)
-    pool = make_pool(name, shape)
-    inputs = inputs_for(shape, 2, 5)
-    before = {n: t.clone() for n, t in pool.checkpoint.tensors().items()}
-    want, _ = expected(pool.state(), inputs)
-    assert relative(pool.run_in_windows(inputs, (1, 4)), want) < FP32_ACCURATE
-    for part, tensor in pool.checkpoint.tensors().items():
-        assert torch.equal(tensor.view(torch.uint8), before[part].view(torch.uint8)), part
-    for name, tensor in pool.ring.items():
-        assert torch.isnan(tensor[:, :, 5:]).all(), name
 
 
 @pytest.mark.parametrize(
@@ -103,23 +64,6 @@ def test_repeated_keys_do_not_spoil_the_solve():
     assert relative(pool.state(), last) < FP32_ACCURATE
 
 
-@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16])
-def test_tokens_are_rounded_on_append_before_they_are_used(held):
-    """Outputs and state are those of the rounded tokens; gates stay FP32."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[held]
-    pool = make_pool(f"fp32+fp32:ring={name}", SMALL, dtype=held)
-    inputs = inputs_for(SMALL, 2, 5)
-    rounded = inputs._replace(
-        **{n: STORAGES[name].read(STORAGES[name].write(getattr(inputs, n).cpu())) for n in "kv"}
-    )
-    want, last = expected(pool.state(), rounded)
-    assert relative(pool.run_in_windows(inputs, (1, 4)), want) < FP32_ACCURATE
-    assert torch.equal(pool.ring["k"][2, :, :5].cpu(), rounded.k[0].cpu().transpose(0, 1).to(held))
-    assert torch.equal(pool.ring["g"][0, :, :5], inputs.g[1].transpose(0, 1))
-    pool.flush([1, 1])
-    assert relative(pool.state(), last) < FP32_ACCURATE
-
-
 def test_k_and_q_may_be_of_different_types():
     """The narrower one is used as it is."""
     inputs = inputs_for(SMALL, 2, 4)
@@ -131,7 +75,7 @@ def test_k_and_q_may_be_of_different_types():
 
 
 def test_launch_parameters_change_no_number_and_padding_rows_nothing():
-    shape = KIMI_DELTA.shapes["r3-k16-v5"] | {"head_v_dim": 40}
+    shape = KIMI_DELTA.shapes["r3"] | {"head_v_dim": 40}
     inputs = inputs_for(shape, 2, 5)
     default, other = make_pool("fp16", shape), make_pool("fp16", shape)
     launch = Launch(block_v=16, num_warps=2, num_stages=1)
