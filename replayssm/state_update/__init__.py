@@ -3,6 +3,7 @@
 Owns when things are read, appended, folded and rounded. Arithmetic lives in `ops`, tensors in
 `cache`, formats in `policy`; this is where they meet. Knows no model. `reference.py` is the torch
 backend, `triton_kernels.py` the one for GPUs; a cache written by one can be read by the other.
+`together.py` runs several policies in torch at once.
 
     prefill    chunks with an FP32 state, nothing rounded (torch, whatever the backend)
     load       hand-over: the prefill's state is rounded into checkpoint and read copy

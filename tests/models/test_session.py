@@ -63,6 +63,22 @@ def test_groups_do_not_touch_each_other(name, tiny_model):
     assert float((fault - reference).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_neighbours_that_step_together_have_the_bits_they_have_alone(name, tiny_model, monkeypatch):
+    adapter, tokens = Adapter(tiny_model(name)), random_tokens(2, 40)
+    groups = [
+        *(group(policy, 0, 1) for policy in ("fp32", "fp16-sr", "nvfp4")),
+        *(group(policy, 0, 1, factor=1.01) for policy in ("fp32", "fp16")),
+        *(group(policy, 0, 1) for policy in ("fp32@3", "fp8@3", "fp32")),
+    ]
+    companies = ReplaySession(adapter, groups)._companies
+    assert companies == [range(0, 3), range(3, 5), range(5, 7), range(7, 8)]
+    together = run(adapter, groups, tokens, source=[0, 1] * 8)
+    alone = [range(index, index + 1) for index in range(len(groups))]
+    monkeypatch.setattr(ReplaySession, "_companies", alone)
+    assert torch.equal(together, run(adapter, groups, tokens, source=[0, 1] * 8))
+
+
 def test_policies_differ_and_coarser_is_worse(tiny_model):
     adapter, tokens = Adapter(tiny_model("mamba2")), random_tokens(2, 41)
     names = ["fp32", "fp16", "fp8", "nvfp4"]
