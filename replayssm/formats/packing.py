@@ -47,9 +47,9 @@ def decode_elements(data: Tensor, fmt: NumberFormat, columns: int) -> Tensor:
 @cache
 def _values_of_bytes(fmt: NumberFormat, device: torch.device) -> Tensor:
     """[256] float32, the value of every byte; [256, 2] for E2M1, low nibble first."""
-    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    byte = torch.arange(256, dtype=torch.uint8)
     if fmt is not E2M1:
-        return byte.view(fmt.torch_dtype).to(torch.float32)
+        return byte.view(fmt.torch_dtype).to(device, torch.float32)
     magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    nibble = torch.tensor(magnitude + [-m for m in magnitude], device=device)
-    return nibble[torch.stack([byte & 15, byte >> 4], dim=-1).long()]
+    nibble = torch.tensor(magnitude + [-m for m in magnitude])
+    return nibble[torch.stack([byte & 15, byte >> 4], dim=-1).long()].to(device)
