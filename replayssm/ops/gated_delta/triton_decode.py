@@ -107,6 +107,7 @@ def step_kernel(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROUNDED: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
@@ -139,11 +140,13 @@ def step_kernel(
         ticket = Ticket(row.to(tl.int32), slot, pos.to(tl.int32) + 1, flushes, sequence, seed)
         if room is not None:
             program = (row * HV + head) * tl.num_programs(0) + tile
-            room += program * room_for(ring.v is not None, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
+            SOLVES: tl.constexpr = ring.v is not None
+            SIZE: tl.constexpr = room_for(SOLVES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
+            room += program * SIZE
         fold_and_write(
-            checkpoint, read_copy, layer, ring, cursors, room, ticket, head, tile,
+            checkpoint, read_copy, layer, ring, cursors, None, room, ticket, head, tile,
             HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
-            PIECES, PIECE, BV, ROUNDED, BK, BL,
+            PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
         before = count_arrival(cursors, slot, flushes >= 0, THREADS)
         move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
@@ -270,7 +273,7 @@ def step(
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
-        room_of(records, math.prod(grid), options),
+        room_of(records, math.prod(grid), options, combines=records.v is not None),
         **options,
         **_reading(policy, records, constants),
         THREADS=32 * launch.num_warps,

@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_fold import fold_and_write, room_for
+from replayssm.ops.gated_delta.triton_fold import (
+    combine_keys,
+    fold_and_write,
+    mixes_size,
+    room_for,
+)
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
@@ -39,6 +44,35 @@ from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 
+@triton.jit
+def combine_kernel(
+    ring,  # Ring
+    due,  # from `list_due`
+    mixes,  # FP32, for each head of the rows that are due as `combine_keys` fills it
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    KEYS: tl.constexpr,
+    FULL: tl.constexpr,
+    BK: tl.constexpr,
+    BL: tl.constexpr,
+):
+    """Grid of any size, of one warp each: what rows of a state have in common when u is solved for.
+
+    Its steps depend on each other, and a program of `flush_kernel` leaves a multiprocessor room for
+    few others meanwhile.
+    """
+    end = tl.load(due).to(tl.int32) * HV
+    first_work, programs = tl.program_id(0), tl.num_programs(0)
+    for work in tl.range(bound(first_work), bound(end), bound(programs), disable_licm=True):
+        ticket = load_ticket(due, work // HV)
+        of_head = mixes + work * mixes_size(BK, BL)
+        combine_keys(
+            ring, of_head, ticket.slot, work % HV, ticket.pos, HK, HV, K, L, KEYS, FULL, BK, BL
+        )
+
+
 @triton.jit(do_not_specialize=["layer"])
 def flush_kernel(
     checkpoint,  # Stored
@@ -47,6 +81,7 @@ def flush_kernel(
     ring,  # Ring; with v and beta, u is recomputed
     cursors,  # Cursors, of which only counters are used
     due,  # from `list_due`
+    mixes,  # from `combine_kernel`; None where u is not recomputed
     room,  # FP32, for each program as `room_for` says; None: it says 0
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -62,6 +97,7 @@ def flush_kernel(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROUNDED: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
@@ -71,20 +107,23 @@ def flush_kernel(
     TILES: tl.constexpr = (V + BV - 1) // BV
     SHARES: tl.constexpr = 1 if WHOLE else TILES  # programs a head
     end = tl.load(due).to(tl.int32) * (HV * SHARES)
+    SOLVES: tl.constexpr = ring.v is not None
     if room is not None:
-        room += (
-            tl.program_id(0) * room_for(ring.v is not None, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
-        )
+        SIZE: tl.constexpr = room_for(False, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
+        room += tl.program_id(0) * SIZE
     first_work, programs = tl.program_id(0), tl.num_programs(0)
     # Addresses that are formed before a loop take registers all through it.
     for work in tl.range(bound(first_work), bound(end), bound(programs), disable_licm=True):
         ticket = load_ticket(due, work // (HV * SHARES))
         head = work // SHARES % HV
         first = 0 if WHOLE else work % TILES
+        of_head = None
+        if SOLVES:
+            of_head = mixes + work // SHARES * mixes_size(BK, BL)
         fold_and_write(
-            checkpoint, read_copy, layer, ring, cursors, room, ticket, head, first,
+            checkpoint, read_copy, layer, ring, cursors, of_head, room, ticket, head, first,
             HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
-            PIECES, PIECE, BV, ROUNDED, BK, BL,
+            PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
         if room is not None:
             tl.debug_barrier()  # what is kept of the next head takes the place of this one's
@@ -153,18 +192,32 @@ def _flush(
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
     batch = len(cursors.slots)
-    launch = launch or default_launch("flush", policy, constants, batch)
+    kernel = "flush" if ring.v is None else "flush_solving"
+    launch = launch or default_launch(kernel, policy, constants, batch)
     due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
     work = batch * constants["HV"]
     if not scales_heads(policy):
         work *= launch.tiles(constants)
-    per_multiprocessor = launch.programs or max(1, 16 // launch.num_warps)
-    programs = min(work, resident_programs(due.device, per_multiprocessor))
+    programs = min(work, resident_programs(due.device, launch.resident))
     options = {
         **constants,
         **storages,
         **folding(policy, ring, constants, launch),
     }
+    mixes = None
+    if ring.v is not None:
+        heads = batch * constants["HV"]
+        size = mixes_size(options["BK"], options["BL"])
+        mixes = torch.empty(heads * size, dtype=torch.float32, device=due.device)
+        names = ("HK", "HV", "K", "L", "KEYS", "FULL", "BK", "BL")
+        combine_kernel[(min(heads, resident_programs(due.device, 16)),)](
+            ring,
+            due,
+            mixes,
+            **{name: options[name] for name in names},
+            num_warps=1,
+            enable_fp_fusion=launch.options(*storages.values())["enable_fp_fusion"],
+        )
     flush_kernel[(programs,)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
@@ -172,14 +225,18 @@ def _flush(
         ring,
         cursors,
         due,
+        mixes,
         room_of(ring, programs, options),
         **options,
         **launch.options(*storages.values()),
     )
 
 
-def room_of(ring: Ring, programs: int, options: Mapping) -> Tensor | None:
-    """Room for so many programs of `fold_and_write`, given its constants."""
+def room_of(
+    ring: Ring, programs: int, options: Mapping, *, combines: bool = False
+) -> Tensor | None:
+    """Room for so many programs of `fold_and_write`, given its constants; `combines`: it has to
+    call `combine_keys`."""
     names = ("WHOLE", "CHECKPOINT", "V", "BV", "BK", "BL")
-    size = room_for(ring.v is not None, *(options[name] for name in names))[-1]
+    size = room_for(combines, ring.v is not None, *(options[name] for name in names))[-1]
     return torch.empty(programs * size, dtype=torch.float32, device=ring.u.device) if size else None

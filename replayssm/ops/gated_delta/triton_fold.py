@@ -42,12 +42,19 @@ def chooses_ahead(storage: Storage) -> bool:
 
 
 @triton.constexpr_function
-def room_for(recompute: bool, whole: bool, checkpoint, V: int, BV: int, BK: int, BL: int):
-    """Where in a program's FP32 room things lie, and at last how large it is: a product of the
-    inverse [BL, BL], combined keys [BL, BK], u [BL, V]; block scales [V, BK / 16], states [V, BK].
-    """
+def mixes_size(BK: int, BL: int) -> int:
+    """FP32 numbers of a head's `combine_keys`."""
+    return BL * BL + BL * BK
+
+
+@triton.constexpr_function
+def room_for(
+    combines: bool, solves: bool, whole: bool, checkpoint, V: int, BV: int, BK: int, BL: int
+):
+    """Where in a program's FP32 room things lie, and at last how large it is: what `combine_keys`
+    leaves, u [BL, V]; block scales [V, BK / 16], states [V, BK]."""
     rows = -(-V // BV) * BV
-    sizes = (BL * BL, BL * BK, BL * rows) if recompute else (0, 0, 0)
+    sizes = (BL * BL + BL * BK if combines else 0, BL * rows if solves else 0)
     sizes += (rows * BK // 16, 0 if is_exact(checkpoint) else rows * BK) if whole else (0, 0)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return tuple(starts)
@@ -60,6 +67,7 @@ def fold_and_write(
     layer,
     ring,  # Ring; with v and beta, u is solved for; otherwise the ring's is folded
     cursors,  # Cursors, of which only counters are used
+    mixes,  # FP32, what `combine_keys` left of this head; None: it is yet to be called
     room,  # FP32, as large as `room_for` says
     ticket,  # of the row
     head,
@@ -78,7 +86,8 @@ def fold_and_write(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     BV: tl.constexpr,
-    ROUNDED: tl.constexpr,  # rows of a whole head that are rounded at a time
+    FOLDED: tl.constexpr,  # columns of a whole head that are folded at a time
+    ROUNDED: tl.constexpr,  # and rows that are rounded at a time
     BK: tl.constexpr,
     BL: tl.constexpr,
 ):
@@ -90,30 +99,33 @@ def fold_and_write(
     """
     EACH: tl.constexpr = (V + BV - 1) // BV if WHOLE else 1
     SOLVES: tl.constexpr = ring.v is not None
-    AT: tl.constexpr = room_for(SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
+    COMBINES: tl.constexpr = SOLVES and mixes is None
+    AT: tl.constexpr = room_for(COMBINES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
     slot, count = ticket.slot, ticket.pos
     if SOLVES:
-        _combine_keys(
-            ring, room, slot, head, count, AT, HK, HV, K, L, KEYS, FULL, BK, BL
-        )  # fmt: skip
+        if COMBINES:
+            mixes = room + AT[0]
+            combine_keys(ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, BL)
         for i in tl.range(EACH, disable_licm=True):
             _solve_tile(
-                checkpoint, ring, room, slot, head, first + i, count, AT,
+                checkpoint, ring, mixes, room, slot, head, first + i, count, AT,
                 HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, BL,
             )  # fmt: skip
         tl.debug_barrier()
     if WHOLE:
         amax = head * 0
         for tile in tl.range(EACH, disable_licm=True):
-            s = _fold_tile(
-                checkpoint, ring, room, slot, head, tile, count, AT,
-                HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
-            )  # fmt: skip
-            tl.debug_barrier()  # all of the tile is read
-            peak = _keep_tile(
-                s, checkpoint, cursors, room, slot, head, tile, AT, V, K, CHECKPOINT, BV, BK
-            )
-            amax = tl.maximum(amax, peak)
+            for part in tl.range(BK // FOLDED, disable_licm=True):
+                s = _fold_tile(
+                    checkpoint, ring, room, slot, head, tile, count, AT,
+                    HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, BK // FOLDED, part,
+                )  # fmt: skip
+                tl.debug_barrier()  # all of the part is read
+                peak = _keep_tile(
+                    s, checkpoint, cursors, room, slot, head, tile, AT,
+                    V, K, CHECKPOINT, BV, BK, BK // FOLDED, part,
+                )  # fmt: skip
+                amax = tl.maximum(amax, peak)
         tl.debug_barrier()
         READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
         read = checkpoint if READ_COPY is None else read_copy
@@ -130,7 +142,7 @@ def fold_and_write(
     else:
         s = _fold_tile(
             checkpoint, ring, room, slot, head, first, count, AT,
-            HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL,
+            HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, 1, 0,
         )  # fmt: skip
         tl.debug_barrier()
         value = first * BV + tl.arange(0, BV)
@@ -142,12 +154,12 @@ def fold_and_write(
 
 
 @triton.jit
-def _combine_keys(
-    ring, room, slot, head, count, AT: tl.constexpr,
+def combine_keys(
+    ring, mixes, slot, head, count,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
     KEYS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """The solve of a head, as two matrices that its rows are multiplied by, into `room`.
+    """The solve of a head, as two matrices that its rows are multiplied by, into `mixes`.
 
     u is linear in v and S: with M = (I + A)^-1 diag(β), u = M v - M diag(e^G) K Sᵀ, for each row of
     S and v. The inverse is solved for on the identity; its entries are products of contractions and
@@ -165,19 +177,19 @@ def _combine_keys(
     system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
     identity = tl.where(record[:, None] == record[None, :], 1.0, 0.0)
     inverse = substitute(identity, system * beta[None, :], L, BL)
-    at = room + AT[0] + record[:, None] * BL + record[None, :]
+    at = mixes + record[:, None] * BL + record[None, :]
     tl.store(at, inverse * beta[:, None])
     tl.debug_barrier()
-    at = room + AT[0] + record[None, :] * BL + record[:, None]  # transposed: [later, earlier]
+    at = mixes + record[None, :] * BL + record[:, None]  # transposed: [later, earlier]
     mix = tl.load(at) * decay(log_decay, 0.0)[None, :]
     combined = exact_dot(mix, k, tl.zeros([BL, BK], tl.float32), FULL)
-    tl.store(room + AT[1] + record[:, None] * BK + column[None, :], combined)
+    tl.store(mixes + BL * BL + record[:, None] * BK + column[None, :], combined)
     tl.debug_barrier()
 
 
 @triton.jit
 def _solve_tile(
-    checkpoint, ring, room, slot, head, tile, count, AT: tl.constexpr,
+    checkpoint, ring, mixes, room, slot, head, tile, count, AT: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     CHECKPOINT: tl.constexpr, EXACT: tl.constexpr,
     PIECES: tl.constexpr, PIECE: tl.constexpr,
@@ -187,22 +199,25 @@ def _solve_tile(
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     in_v, past = value < V, record < count
     in_rows = None if V % BV == 0 else in_v
-    # In pieces, as in a window.
+    # In pieces, as in a window; all are asked for before one is needed.
     state_row = head * V + value
-    predicted = tl.zeros([BV, BL], tl.float32)
-    for piece in range(PIECES):
-        column = piece * PIECE + tl.arange(0, PIECE)
-        k = tl.load(room + AT[1] + record[None, :] * BK + column[:, None])  # [PIECE, BL]
-        s = load_unscaled(  # [BV, PIECE]
-            checkpoint, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, CHECKPOINT
-        )
-        predicted = exact_dot(s, k, predicted, EXACT)
-    predicted *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        at = state_row * PIECES + piece
+        s = load_unscaled(checkpoint, slot, at, in_rows, K // PIECES, PIECE, CHECKPOINT)
+        pieces = pieces + (s,)  # [BV, PIECE]
     first = (slot * HV + head) * L  # this head's oldest record
     v = load_columns(ring.v + first * V, record, V, past, value, in_v)  # [BV, BL]
-    mix = tl.load(room + AT[0] + record[:, None] * BL + record[None, :])
+    mix = tl.load(mixes + record[:, None] * BL + record[None, :])
+    tl.debug_barrier()
+    predicted = tl.zeros([BV, BL], tl.float32)
+    for piece in tl.static_range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
+        k = tl.load(mixes + BL * BL + record[None, :] * BK + column[:, None])  # [PIECE, BL]
+        predicted = exact_dot(pieces[piece], k, predicted, EXACT)
+    predicted *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
     u = exact_dot(v, mix, -predicted, EXACT)
-    tl.store(room + AT[2] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
+    tl.store(room + AT[1] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
 
 
 @triton.jit
@@ -210,18 +225,24 @@ def _fold_tile(
     checkpoint, ring, room, slot, head, tile, count, AT: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     CHECKPOINT: tl.constexpr, FULL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, PARTS: tl.constexpr, part,
 ):  # fmt: skip
-    """A tile of the state, [BV, BK] FP32, with the records folded in."""
-    value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
-    in_v, in_k, past = value < V, column < K, record < count
+    """One of PARTS of a tile's columns, [BV, BK / PARTS] FP32, with the records folded in. With
+    more than one part, K is BK, and a row is read as so many rows, none of which has a scale."""
+    value, column, record = (
+        tile * BV + tl.arange(0, BV),
+        tl.arange(0, BK // PARTS),
+        tl.arange(0, BL),
+    )
+    in_v, past = value < V, record < count
     in_rows = None if V % BV == 0 else in_v
     first = (slot * HV + head) * L  # this head's oldest record
-    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-    s = load_tile(checkpoint, slot, head * V + value, in_rows, V, K, BK, CHECKPOINT)
-    k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K + part * (BK // PARTS)
+    row = (head * V + value) * PARTS + part
+    s = load_tile(checkpoint, slot, row, in_rows, V * PARTS, K // PARTS, BK // PARTS, CHECKPOINT)
+    k = load_rows(keys, record, K, past, column, column < K // PARTS)  # [BL, BK / PARTS]
     log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
-    solved = ring.u + first * V if ring.v is None else room + AT[2]
+    solved = ring.u + first * V if ring.v is None else room + AT[1]
     u = load_columns(solved, record, V, past, value, in_v)  # [BV, BL]
     return fold_records(s, u, k, log_decay, FULL, BL)
 
@@ -230,24 +251,31 @@ def _fold_tile(
 def _keep_tile(
     s, checkpoint, cursors, room, slot, head, tile, AT: tl.constexpr,
     V: tl.constexpr, K: tl.constexpr, CHECKPOINT: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, part,
 ):  # fmt: skip
-    """Keep a folded tile: where the checkpoint holds it exactly, there, otherwise in `room`, beside
-    the patterns of the largest magnitudes of blocks of 16. Returns that of the tile."""
-    value, column, block = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BK // 16)
+    """Keep what `_fold_tile` returned: where the checkpoint holds it exactly, there, otherwise in
+    `room`, beside the patterns of the largest magnitudes of blocks of 16. Returns the largest."""
+    WIDTH: tl.constexpr = BK // PARTS
+    value, column, block = (
+        tile * BV + tl.arange(0, BV),
+        tl.arange(0, WIDTH),
+        tl.arange(0, WIDTH // 16),
+    )
     magnitude = magnitude_bits(s)
-    amax = tl.max(tl.reshape(magnitude, [BV, BK // 16, 16]), 2)
-    at = room + AT[3] + value[:, None] * (BK // 16) + block[None, :]
+    amax = tl.max(tl.reshape(magnitude, [BV, WIDTH // 16, 16]), 2)
+    line = value[:, None] * PARTS + part
+    at = room + AT[2] + line * (WIDTH // 16) + block[None, :]
     tl.store(at, amax.to(tl.float32, bitcast=True))
     if is_exact(CHECKPOINT):
         in_rows = None if V % BV == 0 else value < V
+        row = (head * V + value) * PARTS + part
         _, not_finite = store_tile(
-            s, None, checkpoint, slot, head * V + value, in_rows, V, BV, K, BK, CHECKPOINT
+            s, None, checkpoint, slot, row, in_rows, V, BV, K // PARTS, WIDTH, CHECKPOINT
         )
         if not_finite > 0:
             tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
     else:
-        tl.store(room + AT[4] + value[:, None] * BK + column[None, :], s)
+        tl.store(room + AT[3] + line * WIDTH + column[None, :], s)
     return tl.max(amax)
 
 
@@ -261,7 +289,7 @@ def _choose_scales(
     ROWS: tl.constexpr = triton.next_power_of_2(V)
     value, block = tl.arange(0, ROWS), tl.arange(0, BK // 16)
     in_rows = None if V == ROWS else value < V
-    at = room + AT[3] + value[:, None] * (BK // 16) + block[None, :]
+    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
     largest = tl.load(at, mask=(value < V)[:, None], other=0.0).to(tl.int32, bitcast=True)
     scales, may_overflow = store_scales(
         largest, amax, read, slot, head * V + value, in_rows, V, K, BK, READ
@@ -283,13 +311,13 @@ def _write_kept(
     if is_exact(CHECKPOINT):
         s = load_tile(checkpoint, ticket.slot, row, in_rows, V, K, BK, CHECKPOINT)
     else:
-        s = tl.load(room + AT[4] + value[:, None] * BK + column[None, :])
+        s = tl.load(room + AT[3] + value[:, None] * BK + column[None, :])
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
     scales = None
     if chooses_ahead(READ):
         block = tl.arange(0, BK // 16)
         scales = (
-            tl.load(room + AT[3] + value[:, None] * (BK // 16) + block[None, :]),
+            tl.load(room + AT[2] + value[:, None] * (BK // 16) + block[None, :]),
             may_overflow,
         )
     write_state(

@@ -69,7 +69,7 @@ class Launch:
             reads past an operand in shared memory.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         rounded_v: value rows that are rounded at a time where a copy has a scale per head.
-        programs: of a `flush`, for each multiprocessor; None: 16 warps.
+        programs: of a `flush`, for each multiprocessor; None: as many as have room for registers.
         ahead: `decode` asks for all of a ring while the cursor is still on its way, as `step` does
             where one kernel does it all.
     """
@@ -81,6 +81,14 @@ class Launch:
     rounded_v: int = 32
     programs: int | None = None
     ahead: bool = False
+
+    @property
+    def resident(self) -> int:
+        """Programs that share a multiprocessor: its four parts have 16,384 registers each. One more
+        would wait until others have done all of their share."""
+        registers = triton.cdiv(self.maxnreg or 255, 8) * 8
+        warps = 16384 // (32 * registers) * 4
+        return self.programs or max(1, warps // self.num_warps)
 
     def tiles(self, constants: Mapping[str, int]) -> int:
         """Tiles of one head's state."""
@@ -102,11 +110,12 @@ class Launch:
 
 # Value rows of a tile, warps, and where they are not Triton's own, stages and registers a thread;
 # by kernel and bits of an element of what is read. "decode_bf16": tokens and ring are BF16, and one
-# warp multiplies them on tensor cores.
+# warp multiplies them on tensor cores. "flush_solving": u is solved for.
 TABLE = {
     "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
     "decode_bf16": {32: (32, 1), 16: (64, 1), 8: (64, 2), 4: (64, 1, 2, 128)},
-    "flush": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
+    "flush": {32: (16, 1, 1, 168), 16: (16, 1, 1, 168), 8: (64, 4, 1), 4: (64, 4, 1, 168)},
+    "flush_solving": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1, 168)},
     "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
 _FEWEST_PROGRAMS = 256
@@ -123,10 +132,12 @@ def default_launch(
     if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
     # A flush that takes all tiles of a head in turn gains nothing by more of them.
-    in_turn = kernel == "flush" and scales_heads(policy)
+    in_turn = kernel.startswith("flush") and scales_heads(policy)
     launch = from_table(TABLE[kernel], policy, constants, rows, few=not in_turn)
-    if kernel == "window":  # a chained product gives every warp 16 rows
-        launch = replace(launch, num_warps=min(launch.num_warps, launch.block_v // 16))
+    if not kernel.startswith("decode"):  # a chained product gives every warp 16 rows
+        least = 1 if kernel == "window" else 4
+        most = max(least, launch.block_v // 16)
+        launch = replace(launch, num_warps=min(launch.num_warps, most))
     return launch
 
 
@@ -228,14 +239,23 @@ def folding(
         )
     return {
         "BV": launch.block_v,
+        "FOLDED": _folded(policy.checkpoint, state_width(policy, constants), constants["K"]),
         "ROUNDED": launch.rounded_v,
         "BK": state_width(policy, constants),
-        **pieces(policy.checkpoint, constants),
+        **pieces(policy.checkpoint, constants, 64 if scales_heads(policy) else 32),
         "WHOLE": scales_heads(policy),
         "KEYS": precision_of(ring.k.dtype, ring.k.dtype),
         "FULL": precision_of(ring.u.dtype, ring.k.dtype),
         "EXACT": "ieee" if interpreted() else "tf32_terms",
     }
+
+
+def _folded(storage: Storage, width: int, cols: int) -> int:
+    """Columns of a state tile that are folded at a time: fewer take fewer registers."""
+    fmt = storage.format
+    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
+    apart = cols == width > 64 and storage.scale != "row" and 64 % block == 0
+    return 64 if apart else width
 
 
 def writes(
@@ -261,13 +281,13 @@ def state_width(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     return max(layout.tile_width(constants["K"], storage) for storage in storages)
 
 
-def pieces(storage: Storage, constants: Mapping[str, int]) -> dict[str, int]:
-    """How kernels cut products of a stored state over K: into parts of 32 or 16 columns and whole
-    blocks, or, where K has no such parts, not at all."""
+def pieces(storage: Storage, constants: Mapping[str, int], widest: int = 32) -> dict[str, int]:
+    """How kernels cut products of a stored state over K: into parts of `widest` (at most 64), 32 or
+    16 columns and whole blocks, or, where K has no such parts, not at all."""
     fmt = storage.format
     block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
-    for piece in (32, 16):
-        whole = constants["K"] % piece == 0 and piece % block == 0
+    for piece in (64, 32, 16):
+        whole = piece <= widest and constants["K"] % piece == 0 and piece % block == 0
         if whole and piece >= layout.tile_width(1, storage):
             return {"PIECES": constants["K"] // piece, "PIECE": piece}
     return {"PIECES": 1, "PIECE": layout.tile_width(constants["K"], storage)}
