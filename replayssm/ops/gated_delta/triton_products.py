@@ -17,11 +17,14 @@ import triton.language as tl
 from replayssm.formats.storage import Storage
 from replayssm.ops.quantize.layout import block_size, reads_words
 from replayssm.ops.quantize.tiles import decode_block_scale, factor_of
+from replayssm.ops.quantize.words import (
+    HALF_WAY,
+    apart,
+    bf16_dot,
+    e2m1_operand,
+    part_columns,
+)
 from replayssm.ops.triton_common import exact_dot
-
-# Codes are used as BF16 patterns of 2^-126 times their value, and k and q times 2^63, so that sums
-# stay in the normal range for entries from 2^-62 to 2^62.
-_HALF_WAY = tl.constexpr(2.0**63)
 
 
 @triton.constexpr_function
@@ -34,13 +37,6 @@ def has_groups(storage: Storage, cols: int) -> bool:
 
 
 @triton.jit
-def _columns(PART: tl.constexpr, K: tl.constexpr):
-    """Columns [32] of a part."""
-    place = tl.arange(0, 32)
-    return place // 8 * (K // 4) + PART * 8 + place % 8
-
-
-@triton.jit
 def load_both(k_at, q_at, K: tl.constexpr):
     """k and q in parts [8, 32], BF16."""
     row, group = tl.arange(0, 8), tl.arange(0, 32) // 8
@@ -48,7 +44,7 @@ def load_both(k_at, q_at, K: tl.constexpr):
     mask = group[None, :] == (row // 2)[:, None]
     parts = ()
     for part in tl.static_range(K // 32):
-        at = base[:, None] + _columns(part, K)[None, :]
+        at = base[:, None] + part_columns(part, K)[None, :]
         parts = parts + (tl.load(at, mask=mask, other=0.0),)
     return parts
 
@@ -60,7 +56,7 @@ def load_keys(keys, k_at, record, past, newest, K: tl.constexpr):
     mask = (past | newest)[:, None]
     parts = ()
     for part in tl.static_range(K // 32):
-        at = base[:, None] + _columns(part, K)[None, :]
+        at = base[:, None] + part_columns(part, K)[None, :]
         parts = parts + (tl.load(at, mask=mask, other=0.0),)
     return parts
 
@@ -91,70 +87,14 @@ def words_times(loaded, both, K: tl.constexpr, READ: tl.constexpr, PRODUCTS: tl.
     R: tl.constexpr = loaded[0].shape[0]
     EACH: tl.constexpr = block_size(READ) // 8  # parts of a block
     BLOCKS: tl.constexpr = K // 32 // EACH  # of a group
-    words = _apart(loaded[0], K // 32)
-    scales = _apart(decode_block_scale(loaded[1], READ), BLOCKS)
+    words = apart(loaded[0], K // 32)
+    scales = apart(decode_block_scale(loaded[1], READ), BLOCKS)
     total = tl.zeros([R, 4, 2], tl.float32)
     for block in tl.static_range(BLOCKS):
         sums = tl.zeros([R, 8], tl.float32)
         for part in tl.static_range(block * EACH, block * EACH + EACH):
-            x = tl.reshape(both[part].to(tl.float32) * _HALF_WAY, [8, 4, 2, 2, 2])
+            x = tl.reshape(both[part].to(tl.float32) * HALF_WAY, [8, 4, 2, 2, 2])
             x = tl.reshape(tl.permute(x, [3, 1, 4, 2, 0]), [32, 8])
-            codes = _codes(words[part], PRODUCTS)
-            if PRODUCTS == "bf16":
-                sums = tl.dot(codes, x.to(tl.bfloat16), sums)
-            else:
-                sums = exact_dot(codes, x, sums, PRODUCTS)
+            sums = bf16_dot(e2m1_operand(words[part]), x.to(tl.bfloat16), sums, PRODUCTS)
         total += tl.reshape(sums, [R, 4, 2]) * scales[block][:, :, None]
-    return tl.sum(total, 1) * (factor_of(loaded, READ) * _HALF_WAY)[:, None]
-
-
-@triton.jit
-def _apart(x, COUNT: tl.constexpr):
-    """COUNT tensors [R, 4] of x [R, 4 * COUNT]: what comes first, second ... in each group."""
-    R: tl.constexpr = x.shape[0]
-    apart = (tl.reshape(x, [R, 4, COUNT]),)
-    for _ in tl.static_range(COUNT.bit_length() - 1):
-        even, odd = (), ()
-        for i in tl.static_range(len(apart)):
-            first, second = _alternate(apart[i])
-            even, odd = even + (first,), odd + (second,)
-        apart = even + odd
-    parts = ()
-    for i in tl.static_range(COUNT):
-        parts = parts + (tl.reshape(apart[i], [R, 4]),)
-    return parts
-
-
-@triton.jit
-def _alternate(x):
-    """Every other entry of the last axis of x [A, B, C], and the others."""
-    A: tl.constexpr = x.shape[0]
-    B: tl.constexpr = x.shape[1]
-    return tl.split(tl.reshape(x, [A, B, x.shape[2] // 2, 2]))
-
-
-@triton.jit
-def _codes(words, PRODUCTS: tl.constexpr):
-    """Values times 2^-126 of E2M1 words [R, 4], an operand [R, 32] of a product.
-
-    Two codes at a time, nibbles n and n + 4, are moved to where the two BF16 numbers of a register
-    have their signs and, six bits lower, exponents and significands.
-    """
-    R: tl.constexpr = words.shape[0]
-    first = _pair(words, 0, PRODUCTS), _pair(words, 1, PRODUCTS)
-    second = _pair(words, 2, PRODUCTS), _pair(words, 3, PRODUCTS)
-    x = tl.join(tl.join(first[0], first[1]), tl.join(second[0], second[1]))
-    return tl.reshape(tl.permute(x, [0, 4, 1, 3, 2]), [R, 32])
-
-
-@triton.jit
-def _pair(words, NIBBLE: tl.constexpr, PRODUCTS: tl.constexpr):
-    UP: tl.constexpr = 12 - 4 * NIBBLE
-    magnitudes = words << (UP - 6) if UP >= 6 else words >> (6 - UP)
-    pair = ((words << UP) & -0x7FFF8000) | (magnitudes & 0x01C001C0)
-    low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
-    x = tl.join(low, high)
-    if PRODUCTS == "bf16":
-        return x.to(tl.bfloat16, bitcast=True)
-    else:
-        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.sum(total, 1) * (factor_of(loaded, READ) * HALF_WAY)[:, None]

@@ -20,7 +20,7 @@ from replayssm.ops.quantize.tiles import decode_block_scale, factor_of
 
 # Codes are used as BF16 patterns of 2^-126 times their value, and the vector times 2^63, so that
 # sums stay in the normal range for entries from 2^-62 to 2^62.
-_HALF_WAY = tl.constexpr(2.0**63)
+HALF_WAY = tl.constexpr(2.0**63)
 
 
 @triton.constexpr_function
@@ -36,7 +36,7 @@ def blocks_of(storage: Storage, cols: int) -> int | None:
 
 
 @triton.jit
-def _columns(PART: tl.constexpr, COLS: tl.constexpr):
+def part_columns(PART: tl.constexpr, COLS: tl.constexpr):
     """Columns [32] of a part."""
     place = tl.arange(0, 32)
     return place // 8 * (COLS // 4) + PART * 8 + place % 8
@@ -51,7 +51,7 @@ def load_vector_parts(base, COLS: tl.constexpr, BLOCKS: tl.constexpr):
     parts = ()
     for part in tl.static_range(COLS // 32):
         mine = (line // (BLOCKS // 4) == group) & (line % (BLOCKS // 4) == part // EACH)
-        at = base + _columns(part, COLS)[None, :] + 0 * line
+        at = base + part_columns(part, COLS)[None, :] + 0 * line
         parts = parts + (tl.load(at, mask=mine, other=0.0),)
     return parts
 
@@ -62,7 +62,7 @@ def load_row_parts(base, count, COLS: tl.constexpr, ROWS: tl.constexpr):
     row = tl.arange(0, ROWS)[:, None]
     parts = ()
     for part in tl.static_range(COLS // 32):
-        column = _columns(part, COLS)[None, :]
+        column = part_columns(part, COLS)[None, :]
         mask = (row < count) & (column >= 0)
         parts = parts + (tl.load(base + row * COLS + column, mask=mask, other=0),)
     return parts
@@ -80,7 +80,7 @@ def rows_times_parts(rows, vector, PRODUCTS: tl.constexpr):
         a = tl.reshape(tl.permute(a, [0, 2, 1, 3]), [ROWS, 32])
         b = tl.reshape(vector[part].to(tl.bfloat16), [BLOCKS, 4, 4, 2])
         b = tl.reshape(tl.permute(b, [2, 1, 3, 0]), [32, BLOCKS])
-        sums = _dot(a, b, sums, PRODUCTS)
+        sums = bf16_dot(a, b, sums, PRODUCTS)
     return tl.sum(sums, 1)
 
 
@@ -92,20 +92,20 @@ def words_times_parts(
     each row that they lack."""
     R: tl.constexpr = loaded[0].shape[0]
     BLOCKS: tl.constexpr = COLS // block_size(STORAGE)
-    words = _apart(loaded[0], COLS // 32)
+    words = apart(loaded[0], COLS // 32)
     sums = tl.zeros([R, BLOCKS], tl.float32)
     for part in tl.static_range(COLS // 32):
         # In the order of the codes: low and high half of a word, which pair of nibbles, which of
         # the two pairs of an operand's register.
-        b = (vector[part].to(tl.float32) * _HALF_WAY).to(tl.bfloat16)
+        b = (vector[part].to(tl.float32) * HALF_WAY).to(tl.bfloat16)
         b = tl.permute(tl.reshape(b, [BLOCKS, 4, 2, 2, 2]), [3, 1, 4, 2, 0])
-        sums = _dot(_codes(words[part]), tl.reshape(b, [32, BLOCKS]), sums, PRODUCTS)
+        sums = bf16_dot(e2m1_operand(words[part]), tl.reshape(b, [32, BLOCKS]), sums, PRODUCTS)
     total = tl.sum(sums * decode_block_scale(loaded[1], STORAGE), 1)
-    return total, factor_of(loaded, STORAGE) * _HALF_WAY
+    return total, factor_of(loaded, STORAGE) * HALF_WAY
 
 
 @triton.jit
-def _dot(a, b, accumulator, PRODUCTS: tl.constexpr):
+def bf16_dot(a, b, accumulator, PRODUCTS: tl.constexpr):
     """accumulator + a @ b of BF16 tiles; "ieee" is for interpreters."""
     if PRODUCTS == "bf16":
         return tl.dot(a, b, accumulator)
@@ -125,7 +125,7 @@ def _halvings(count: int) -> int:
 
 
 @triton.jit
-def _apart(x, COUNT: tl.constexpr):
+def apart(x, COUNT: tl.constexpr):
     """COUNT tensors [R, 4] of x [R, 4 * COUNT]: what comes first, second ... in each group."""
     R: tl.constexpr = x.shape[0]
     apart = (tl.reshape(x, [R, 4, COUNT]),)
@@ -147,7 +147,7 @@ def _evens_and_odds(x):
 
 
 @triton.jit
-def _codes(words):
+def e2m1_operand(words):
     """Values times 2^-126 of E2M1 words [R, 4], an operand [R, 32] of a product, BF16.
 
     Two codes at a time, nibbles n and n + 4, are moved to where the two BF16 numbers of a register
