@@ -7,6 +7,7 @@ arithmetic is in `ops`, tensors are in `cache`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from types import ModuleType
 
 import torch
@@ -143,33 +144,7 @@ class Reference:
         """
         if not surely_finite(state):
             self.refuse_non_finite(cache, state, rows)
-        self.store(cache, state)
-
-    def store(self, cache: ReplayCache, state: Tensor) -> None:
-        """`write` of a state that is known to be finite."""
-        self._store(cache, cache.checkpoint, self._policy.checkpoint, state, CHECKPOINT_STREAM)
-        if self._policy.read_copy is not None:
-            self._store(cache, cache.read_copy, self._policy.read_copy, state, READ_COPY_STREAM)
-        cache.pos.zero_()
-        cache.flushes.add_(1)
-        cache.learn(0)
-
-    def _store(
-        self, cache: ReplayCache, copy: Quantized, storage: Storage, state: Tensor, stream: int
-    ) -> None:
-        bits = storage.draw_bits(
-            state.shape,
-            seed=cache.seed,
-            layer=self._layer,
-            stream=stream,
-            flush_index=cache.flushes,
-            sequence=cache.sequence,
-        )
-        written = storage.write(state, bits)
-        mine = copy.tensors()
-        for name, tensor in written.tensors().items():
-            mine[name].copy_(tensor)
-        cache.saturated.add_(written.saturated)
+        store([(self._policy, cache)], state)
 
     def decoded_ring(self, cache: ReplayCache) -> dict[str, Tensor]:
         """Records by name, decoded; may be the ring itself."""
@@ -216,6 +191,51 @@ def surely_finite(state: Tensor) -> bool:
     One pass without a temporary.
     """
     return bool(state.sum().isfinite())
+
+
+def store(held: Sequence[tuple[PrecisionPolicy, ReplayCache]], state: Tensor) -> None:
+    """Rounds finite FP32 states into checkpoints and read copies, empties rings, counts the write.
+
+    `state` has the rows of one cache after those of another. All in place; neighbours that are
+    stored alike are written at once.
+    """
+    for copy, stream in (("checkpoint", CHECKPOINT_STREAM), ("read_copy", READ_COPY_STREAM)):
+        first = 0
+        for storage, run in groupby(held, key=lambda pair: getattr(pair[0], copy)):
+            caches = [cache for _, cache in run]
+            last = first + sum(cache.batch for cache in caches)
+            if storage is not None:
+                _write_copies(copy, storage, stream, caches, state[first:last])
+            first = last
+    for _, cache in held:
+        cache.pos.zero_()
+        cache.flushes.add_(1)
+        cache.learn(0)
+
+
+def _write_copies(
+    copy: str, storage: Storage, stream: int, caches: Sequence[ReplayCache], state: Tensor
+) -> None:
+    """Writes the checkpoints, or the read copies, of `caches`, in place."""
+    bits = None
+    if storage.needs_random_bits:
+        bits = storage.draw_bits(
+            state.shape,
+            seed=torch.cat([cache.seed for cache in caches]),
+            layer=caches[0].layer,
+            stream=stream,
+            flush_index=torch.cat([cache.flushes for cache in caches]),
+            sequence=torch.cat([cache.sequence for cache in caches]),
+        )
+    written = storage.write(state, bits)
+    first = 0
+    for cache in caches:
+        rows = slice(first, first + cache.batch)
+        mine = getattr(cache, copy).tensors()
+        for name, tensor in written.tensors().items():
+            mine[name].copy_(tensor[rows])
+        cache.saturated.add_(written.saturated[rows])
+        first = rows.stop
 
 
 def ring_parts(name: str, quantized: Quantized) -> dict[str, Tensor]:

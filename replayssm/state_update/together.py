@@ -18,7 +18,7 @@ from replayssm.cache.replay import ReplayCache
 from replayssm.ops.ring import SLOT_MULTIPLE, append
 from replayssm.state_update import StateUpdate
 from replayssm.state_update.inputs import Inputs, select_tokens
-from replayssm.state_update.reference import check_precision, surely_finite
+from replayssm.state_update.reference import check_precision, store, surely_finite
 
 
 def company(update: StateUpdate) -> tuple | None:
@@ -116,11 +116,10 @@ def _flush(members: Sequence[_Member], read: Tensor | None) -> None:
         cache.parameters,
         operand=update.policy.operand,
     )
-    finite = surely_finite(state)
-    for update, cache, rows in members:
-        if not finite:
+    if not surely_finite(state):
+        for update, cache, rows in members:
             update._reference.refuse_non_finite(cache, state[rows])
-        update._reference.store(cache, state[rows])
+    store([(update.policy, cache) for update, cache, _ in members], state)
 
 
 def _joined_ring(members: Sequence[_Member]) -> dict[str, Tensor]:
