@@ -2,70 +2,19 @@
 
 import pytest
 import torch
+from scripted import ScriptedDrafter, check_greedy, decoded, tokens_of
 from tiny_models import TINY_ARCHITECTURES, random_tokens, tiny_model
 
-from replayssm.engine import greedy_check, tentative
-from replayssm.engine.decode import generate
+from replayssm.engine import tentative
 from replayssm.engine.drafters import (
-    Drafts,
     ModelDrafter,
     NGramDrafter,
-    check_vocabulary,
-    multi_token_head,
 )
-from replayssm.engine.sampling import Sampler
 from replayssm.engine.speculative import Acceptance, SpeculativeDecoder, speculate
-from replayssm.models import Adapter, UnsupportedModelError
+from replayssm.models import Adapter
 from replayssm.policy import parse_policy
 
 POLICIES = ("fp32", "fp16", "bf16", "fp8", "int8", "nvfp4", "fp16+nvfp4", "nvfp4@5")
-
-
-class ScriptedDrafter:
-    """Drafts of a given text: right up to a number of tokens that changes from round to round."""
-
-    def __init__(self, answers, right):
-        self.answers, self.right, self.rounds = answers, right, 0
-        self.prompts = None
-
-    def start(self, prompts, **about):
-        self.prompts = [len(prompt) for prompt in prompts]
-
-    def draft(self, texts, limits):
-        rows, width = [], max(limits)
-        for row, (text, limit) in enumerate(zip(texts, limits, strict=True)):
-            at = max(0, len(text) - self.prompts[row])
-            good = [*self.answers[row][at : at + limit], *[0] * width][:width]
-            right = self.right[(self.rounds + row) % len(self.right)]
-            rows.append([t if i < right else (t + 1) % 128 for i, t in enumerate(good)])
-        self.rounds += 1
-        tokens = torch.tensor(rows, dtype=torch.int64).view(len(rows), width)
-        return Drafts(tokens=tokens, counts=list(limits))
-
-    def keep(self, counts):
-        pass
-
-    def take(self, row):
-        return self.prompts[row]
-
-    def put(self, row, saved):
-        self.prompts[row] = saved
-
-
-def decoded(adapter, prompts, policy, tokens, **options):
-    made = generate(adapter, torch.tensor(prompts), policy, max_new_tokens=tokens, **options)
-    return [list(row.tokens) for row in made]
-
-
-def tokens_of(results):
-    return [list(result.generation.tokens) for result in results]
-
-
-def check_greedy(adapter, prompts, policy, results):
-    """Every token is the one that decoding chooses, or rounding explains it; those that are not."""
-    found = greedy_check.check_greedy(adapter, prompts, tokens_of(results), policy)
-    assert found.faults() == []
-    return found.ties
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
@@ -137,29 +86,13 @@ def test_rejected_records_leave_no_trace(name, schedule):
         while decoder.running:
             decoder.round()
             if poison:
-                _poison(decoder._state)
+                poison_rejected(decoder._state)
         return [row.tokens for row in decoder.rows]
 
     clean = run(poison=False)
     assert run(poison=True) == clean
     if schedule == "aligned":
         assert clean == want
-
-
-@torch.inference_mode()
-def _poison(state):
-    nan = float("nan")
-    for layer in state.session.layer_indices:
-        for _, cache in state.session.updates(layer):
-            for row, filled in enumerate(cache.pos.tolist()):
-                for record in cache.ring.values():
-                    record[row, :, filled:] = nan
-    for layer in state._cache.cache.layers:
-        for storage in getattr(layer, "storage", ()):
-            for row, position in enumerate(state.positions):
-                storage[row, :, position:] = nan
-    for convolution in state._tape._convolutions:
-        convolution.tape.fill_(nan)
 
 
 def test_a_window_before_a_full_ring_flushes_what_is_committed_only():
@@ -303,75 +236,6 @@ def test_snapshots_are_exact_with_every_policy():
         assert tokens_of(got) == want
 
 
-# -- drafters --------------------------------------------------------------------------------------
-def test_prompt_lookup():
-    drafter = NGramDrafter(longest=3, shortest=1)
-    drafter.start([[0]] * 2)
-    text = [1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3]
-    drafts = drafter.draft([text, text], [4, 2])
-    assert drafts.counts == [4, 2]
-    assert drafts.tokens.tolist() == [[4, 9, 2, 3], [4, 9, 0, 0]]  # 1 2 3, not the later 2 3
-    drafts = drafter.draft([[*text, 9], text], [4, 0])
-    assert drafts.tokens.tolist() == [[2, 3, 7, 1], [0, 0, 0, 0]] and drafts.counts == [4, 0]
-    assert drafter.draft([[*text, 9, 88], text], [4, 4]).counts[0] == 0
-    with pytest.raises(ValueError, match="shortest"):
-        NGramDrafter(longest=1, shortest=2)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "zamba2"])
-def test_a_model_that_drafts_for_itself_is_always_right(name):
-    adapter, policy = Adapter(tiny_model(name)), parse_policy("fp32")
-    prompts = random_tokens(2, 8).tolist()
-    got = speculate(adapter, prompts, policy, ModelDrafter(adapter), drafts=4, max_new_tokens=30)
-    assert tokens_of(got) == decoded(adapter, prompts, policy, 30)
-    assert all(row.acceptance.rate == 1.0 for row in got)
-
-
-def test_a_drafter_that_is_wrong_is_wound_back():
-    """What the drafter would say after any round is what it says of the text from the start."""
-    adapter, smaller = Adapter(tiny_model("qwen3_5")), Adapter(tiny_model("mamba2"))
-    policy = parse_policy("fp16")
-    prompts = random_tokens(2, 8).tolist()
-    drafter = ModelDrafter(smaller, policy=parse_policy("fp32@5"))
-    decoder = SpeculativeDecoder(adapter, policy, drafter, drafts=4)
-    decoder.start(prompts, max_new_tokens=40)
-    for _ in range(6):
-        decoder.round()
-        texts = [row.text for row in decoder.rows]
-        fresh = ModelDrafter(smaller)
-        with torch.inference_mode():
-            ahead = drafter.draft(texts, [3, 3])
-            drafter.keep([0, 0])  # it was only asked
-            fresh.start(
-                [text[:-1] for text in texts], drafts=3, room=8, ids=[0, 1], sampler=Sampler()
-            )
-            assert torch.equal(ahead.tokens, fresh.draft(texts, [3, 3]).tokens)
-    while decoder.running:
-        decoder.round()
-    assert [row.tokens for row in decoder.rows] == decoded(adapter, prompts, policy, 40)
-
-
-def test_drafters_that_cannot_be():
-    adapter = Adapter(tiny_model("qwen3_5"))
-    with pytest.raises(UnsupportedModelError, match="no class that runs the multi-token head"):
-        multi_token_head(adapter)
-    other = Adapter(tiny_model("mamba2"))
-    check_vocabulary(adapter, other)
-    policy = parse_policy("fp32")
-    with pytest.raises(ValueError, match="drafts must be 0 to 16, got 17"):
-        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=17)
-    with pytest.raises(ValueError, match="need a drafter"):
-        SpeculativeDecoder(adapter, policy, None, drafts=2)
-    with pytest.raises(ValueError, match="do not fit a ring of 4"):
-        SpeculativeDecoder(
-            adapter, parse_policy("fp32@4"), NGramDrafter(), drafts=4, schedule="early"
-        )
-    with pytest.raises(ValueError, match="allowed are aligned, early"):
-        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=4, schedule="late")
-    with pytest.raises(ValueError, match="allowed are cursor, snapshots"):
-        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=4, undo="magic")
-
-
 # -- counting and ends -----------------------------------------------------------------------------
 def test_the_bonus_token_is_not_an_accepted_draft():
     acceptance = Acceptance()
@@ -435,32 +299,17 @@ def test_logits_that_are_not_finite_are_named(tiny_model):
         )
 
 
-def test_ties_are_found_and_faults_are_not_ties():
-    adapter, policy = Adapter(tiny_model("qwen3_5")), parse_policy("fp16")
-    prompts = random_tokens(2, 8).tolist()
-    answers = decoded(adapter, prompts, policy, 12)
-    found = greedy_check.check_greedy(adapter, prompts, answers, policy)
-    assert (found.ties, found.reordered, found.tokens, found.faults()) == ([], [], 24, [])
-    assert 0 < found.spread < 1e-4
-    wrong = [list(row) for row in answers]
-    wrong[1][7] = (wrong[1][7] + 1) % 128
-    found = greedy_check.check_greedy(adapter, prompts, wrong, policy)
-    first = found.faults()[0]
-    assert (first.row, first.place, first.best) == (1, 7, answers[1][7])
-    with pytest.raises(ValueError, match="equal lengths"):
-        greedy_check.check_greedy(adapter, prompts, [answers[0], answers[1][:3]], policy)
-
-
-def test_how_many_narrow_ties_rounding_explains():
-    def faults(ties, reordered, *, gap=1e-5, tokens=100):
-        tie = greedy_check.Tie(row=0, place=0, chosen=1, best=2, gap=gap)
-        return len(
-            greedy_check.GreedyCheck(
-                tokens=tokens, ties=[tie] * ties, reordered=[tie] * reordered, spread=1e-4
-            ).faults()
+def test_settings_that_cannot_be():
+    adapter, policy = Adapter(tiny_model("qwen3_5")), parse_policy("fp32")
+    with pytest.raises(ValueError, match="drafts must be 0 to 16, got 17"):
+        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=17)
+    with pytest.raises(ValueError, match="need a drafter"):
+        SpeculativeDecoder(adapter, policy, None, drafts=2)
+    with pytest.raises(ValueError, match="do not fit a ring of 4"):
+        SpeculativeDecoder(
+            adapter, parse_policy("fp32@4"), NGramDrafter(), drafts=4, schedule="early"
         )
-
-    assert [faults(n, 0) for n in (0, 4, 5)] == [0, 0, 5]
-    assert [faults(n, 8) for n in (20, 21)] == [0, 21]
-    assert faults(6, 0, tokens=1000) == 0
-    assert faults(1, 50, gap=3e-4) == 1, "a wide one is a fault, however many there are"
+    with pytest.raises(ValueError, match="allowed are aligned, early"):
+        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=4, schedule="late")
+    with pytest.raises(ValueError, match="allowed are cursor, snapshots"):
+        SpeculativeDecoder(adapter, policy, NGramDrafter(), drafts=4, undo="magic")

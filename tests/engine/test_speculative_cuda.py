@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from test_speculative import ScriptedDrafter, check_greedy
+from scripted import ScriptedDrafter, check_greedy
 from tiny_models import random_tokens, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from test_speculative import ScriptedDrafter, tokens_of
+from scripted import ScriptedDrafter, tokens_of
 from tiny_models import TINY_ARCHITECTURES, random_tokens, tiny_model
 
 from replayssm.engine.decode import generate, open_stream

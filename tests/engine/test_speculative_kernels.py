@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from interpreter import DEVICE, KERNEL_MARKS, TRITON
-from test_speculative import ScriptedDrafter, _poison, check_greedy, decoded
+from scripted import ScriptedDrafter, check_greedy, decoded, poison_rejected
 from tiny_models import random_tokens, tiny_model
 
 from replayssm.engine.decode import Generation
@@ -124,7 +124,7 @@ def test_rejected_records_leave_no_trace(name, schedule):
         decoder, _ = start(name, (2, 0, 3, 1), schedule=schedule)
         logits = []
         decoder.observer = lambda row, kept, to=logits: to.append((row, kept.cpu().clone()))
-        finish(decoder, (lambda on=decoder: _poison(on._state)) if poison else lambda: None)
+        finish(decoder, (lambda on=decoder: poison_rejected(on._state)) if poison else lambda: None)
         seen.append(logits)
     assert [row for row, _ in seen[0]] == [row for row, _ in seen[1]]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*seen, strict=True))
@@ -168,7 +168,7 @@ def test_a_flush_inside_verification_folds_what_is_committed_only(name):
                 flushed_at.add(was[0])
             assert filled <= 6
             before[row] = filled, flushes
-        _poison(decoder._state)
+        poison_rejected(decoder._state)
 
     assert_decoded(name, finish(decoder, check), want, policy="fp32@6")
     assert min(flushed_at) < 6  # earlier than full

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
+from scripted import ScriptedDrafter, check_greedy, tokens_of
 from test_graphs import Recorded, recorded  # noqa: F401
-from test_speculative import ScriptedDrafter, check_greedy, tokens_of
 from tiny_models import random_tokens, tiny_model
 
 from replayssm.engine.decode import generate
