@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scripted import ScriptedDrafter, check_greedy, decoded, tokens_of
+from scripted import ScriptedDrafter, check_greedy, decoded, poison_rejected, tokens_of
 from tiny_models import TINY_ARCHITECTURES, random_tokens, tiny_model
 
 from replayssm.engine import tentative
