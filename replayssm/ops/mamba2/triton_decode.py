@@ -282,7 +282,7 @@ def _decode(
         EAGER=launch.eager,
         DOTS=triton_launch.dots(read, ring, inputs, sizes, launch),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16),
+        BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, read),
         **launch.options(),
     )
@@ -319,7 +319,7 @@ def _single(
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16),
+        BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
         EAGER=launch.eager,
         THREADS=32 * launch.num_warps,
@@ -359,7 +359,7 @@ def _decode_and_flush(
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16),
+        BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, state),
         **launch.options(),
     )

@@ -177,7 +177,7 @@ def _flush(
         READ_COPY=policy.read_copy,
         PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16),
+        BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
         LOOPS=launch.loop > 1,
         **launch.options(),

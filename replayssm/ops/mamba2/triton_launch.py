@@ -147,9 +147,9 @@ def programs(tiles: int, launch: Launch, cursors: Cursors) -> int:
     return triton.cdiv(cursors.slots.shape[0] * tiles, launch.loop)
 
 
-def slots(sizes: Sizes, *, least: int) -> int:
-    """Ring slots as tiles have them; products need at least 16."""
-    return max(least, triton.next_power_of_2(sizes["L"]))
+def slots(sizes: Sizes) -> int:
+    """Ring slots as tiles have them, in all kernels alike; products need at least 16."""
+    return max(16, triton.next_power_of_2(sizes["L"]))
 
 
 def width(sizes: Sizes, *copies: Quantized | None) -> int:

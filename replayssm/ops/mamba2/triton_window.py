@@ -161,7 +161,7 @@ def window(
         SC=triton_launch.precision(policy, unscaled_dtype(read), inputs.C.dtype),
         XW=triton_launch.precision(policy, ring["x"].dtype, torch.float32),
         **launch.tile(sizes),
-        BL=triton_launch.slots(sizes, least=16),
+        BL=triton_launch.slots(sizes),
         BT=max(16, triton.next_power_of_2(count)),
         WIDTH=width,
         PIECES=triton_launch.pieces(sizes, read, width),
