@@ -72,6 +72,34 @@ def test_checkpoint_codes_are_those_of_formats(name):
     assert torch.equal(pool.cursors.saturated[[2, 0]].cpu(), saturated[[2, 0]])
 
 
+@pytest.mark.parametrize("policy", ["fp32+nvfp4", "nvfp4+fp32", "fp16+nvfp4"])
+def test_wide_heads_with_a_scale_are_folded_half_a_row_at_a_time(policy):
+    shape = dict(num_k_heads=1, num_v_heads=1, head_k_dim=128, head_v_dim=24)
+    pool, last = flushed(policy, shape)
+    got = values(pool.checkpoint, pool.policy.checkpoint)[[2, 0]]
+    if policy == "fp32+nvfp4":
+        assert relative(got, last) < FP32_ACCURATE
+        state = pool.checkpoint.data.cpu()
+        assert_codes(pool, pool.read_copy, STORAGES["nvfp4"], state, READ_COPY_STREAM)
+    elif policy == "nvfp4+fp32":
+        state = pool.read_copy.data.cpu()
+        assert relative(state[[2, 0]], last) < FP32_ACCURATE
+        assert_codes(pool, pool.checkpoint, STORAGES["nvfp4"], state, CHECKPOINT_STREAM)
+    else:
+        assert relative(got, last) < 4e-4
+        assert relative(values(pool.read_copy, pool.policy.read_copy)[[2, 0]], last) < 0.15
+
+
+def test_a_grid_has_the_programs_whose_registers_fit():
+    """Each of four parts of a multiprocessor has room for whole warps only."""
+    limits = {168: 12, 178: 8, 200: 8, 128: 16, None: 8}
+    for registers, warps in limits.items():
+        for each in (1, 4, 8):
+            launch = Launch(block_v=128, num_warps=each, maxnreg=registers)
+            assert launch.resident == warps // each
+    assert Launch(block_v=64, programs=5).resident == 5
+
+
 def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
     """Outputs [3, tokens, ...] and the pool after steps of three rows that enter at different
     times, one of them padding until token `live`; ring 5."""
