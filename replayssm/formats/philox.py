@@ -86,21 +86,23 @@ def random_bits(
     if not 1 <= bits <= 32:
         raise ValueError(f"bits {bits} is not in [1, 32]")
     B = shape[0]
-    for name, value in (("seed", seed), ("flush_index", flush_index), ("sequence", sequence)):
+    words = {"seed": seed, "flush_index": flush_index, "sequence": sequence}
+    for name, value in words.items():
         if value.shape != (B,) or value.dtype != torch.int64:
             raise ValueError(f"{name} must be int64 [{B}], not {value.dtype} {list(value.shape)}")
-        if B and (value.min() < 0 or value.max() > _LOW32):
-            raise ValueError(f"{name} holds {value.tolist()}, outside [0, 2^32)")
     device = seed.device
     # Arms of a study that share a seed ask for the same bits one after the other. What the answer
     # depends on is compared by value, so this changes nothing but time; not on a GPU, where
     # looking at values would wait for the device.
     request = None
     if device.type == "cpu":
-        values = tuple(tuple(v.tolist()) for v in (seed, flush_index, sequence))
+        values = tuple(tuple(value.tolist()) for value in words.values())
         request = (tuple(shape), values, layer, stream, bits, rounds)
         if _last_drawn and _last_drawn[0] == request:
             return _last_drawn[1]
+    for name, value in words.items():
+        if B and (value.min() < 0 or value.max() > _LOW32):
+            raise ValueError(f"{name} holds {value.tolist()}, outside [0, 2^32)")
     out = _draw(shape, seed, layer + (stream << 24), flush_index, sequence, bits, rounds)
     if request is not None:
         _last_drawn[:] = request, out
