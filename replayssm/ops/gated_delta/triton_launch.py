@@ -114,11 +114,14 @@ class Launch:
 TABLE = {
     "decode": {32: (32, 1), 16: (32, 1, 2, 128), 8: (64, 2), 4: (128, 2)},
     "decode_bf16": {32: (32, 1), 16: (64, 1), 8: (64, 2), 4: (64, 1, 2, 128)},
-    "flush": {32: (16, 1, 1, 168), 16: (16, 1, 1, 168), 8: (64, 4, 1), 4: (64, 4, 1, 168)},
-    "flush_solving": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1, 168)},
+    "flush": {32: (16, 1, 1, 168), 16: (16, 1, 1, 168), 8: (64, 4, 1), 4: (64, 4, 1)},
+    "flush_solving": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
     "window": {32: (128, 4, 3), 16: (128, 4, 3), 8: (128, 4, 1), 4: (128, 4, 1)},
 }
 _FEWEST_PROGRAMS = 256
+# A flush whose programs take all tiles of a head in turn, which has a scale: three of them share a
+# multiprocessor. More of smaller tiles would gain nothing.
+_IN_TURN = Launch(block_v=64, num_warps=4, num_stages=1, maxnreg=168)
 # With few rows `decode` and `step` wait for memory and for each other, not for issue slots: many
 # warps share a small tile, or a head that has a scale. As many programs as an H200 holds at a time.
 _FEW = Launch(block_v=16, num_warps=4, ahead=True)
@@ -131,9 +134,9 @@ def default_launch(
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
     if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
-    # A flush that takes all tiles of a head in turn gains nothing by more of them.
-    in_turn = kernel.startswith("flush") and scales_heads(policy)
-    launch = from_table(TABLE[kernel], policy, constants, rows, few=not in_turn)
+    if kernel.startswith("flush") and scales_heads(policy):
+        return replace(_IN_TURN, block_v=min(_IN_TURN.block_v, power_of_two(constants["V"])))
+    launch = from_table(TABLE[kernel], policy, constants, rows)
     if not kernel.startswith("decode"):  # a chained product gives every warp 16 rows
         least = 1 if kernel == "window" else 4
         most = max(least, launch.block_v // 16)
@@ -146,16 +149,14 @@ def from_table(
     policy: PrecisionPolicy,
     constants: Mapping[str, int],
     rows: int,
-    *,
-    few: bool = True,
 ) -> Launch:
-    """The entry of a kernel's table; `few`: with smaller tiles for few rows, so that every
-    multiprocessor has one."""
+    """The entry of a kernel's table, with smaller tiles for few rows, so that every multiprocessor
+    has one."""
     block_v, num_warps, *more = table[policy.read_storage.code_bits]
     whole = power_of_two(constants["V"])
     block_v = min(block_v, whole)
     programs = rows * constants["HV"] * (whole // block_v)
-    while few and block_v > 16 and programs < _FEWEST_PROGRAMS:
+    while block_v > 16 and programs < _FEWEST_PROGRAMS:
         programs, block_v = programs * 2, block_v // 2
     options = dict(zip(("num_stages", "maxnreg"), more, strict=False))
     return Launch(block_v=block_v, num_warps=num_warps, **options)
