@@ -41,6 +41,7 @@ from replayssm.ops.quantize.tiles import times_vector, values_of
 from replayssm.ops.triton_common import (
     Cursors,
     Ticket,
+    bound,
     count_arrival,
     list_due,
     load_ticket,
@@ -91,22 +92,48 @@ def decode_and_flush_kernel(
     TILES: tl.constexpr, STORAGE: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
-    """Grid (tiles of all rows), of which the first do those of the rows that are due, whose cursors
-    `due` has moved."""
-    part = tl.program_id(0) % TILES
-    ticket = load_ticket(due, tl.program_id(0) // TILES)  # in memory, filled or not
-    if tl.program_id(0) < tl.load(due) * TILES:
-        token = load_token(
-            tokens, A, ticket.row, part, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
-        )  # fmt: skip
-        records = load_ring(
-            ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
-        )  # fmt: skip
-        flush_token(
-            out, tokens, token, records, cursors, state, layer, ticket, part,
-            H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
-        )  # fmt: skip
+    """Grid of any size: programs share the tiles of the rows that are due, whose cursors `due` has
+    moved."""
+    first = tl.program_id(0)
+    end = tl.load(due).to(tl.int32) * TILES
+    if LOOPS:
+        for work in tl.range(bound(first), bound(end), bound(tl.num_programs(0)), disable_licm=True):
+            decode_and_flush_tile(
+                out, tokens, A, ring, cursors, state, layer, load_ticket(due, work // TILES),
+                work % TILES, H, P, G, N, L, STORAGE, RING, D_PER_CHANNEL, PRECISION,
+                HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+    else:
+        ticket = load_ticket(due, first // TILES)  # in memory, filled or not
+        if first < end:
+            decode_and_flush_tile(
+                out, tokens, A, ring, cursors, state, layer, ticket,
+                first % TILES, H, P, G, N, L, STORAGE, RING, D_PER_CHANNEL, PRECISION,
+                HEADS, BP, BL, WIDTH,
+            )  # fmt: skip
+
+
+@triton.jit
+def decode_and_flush_tile(
+    out, tokens, A, ring, cursors, state, layer, ticket, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    STORAGE: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tile `part` of a row whose ring the token fills."""
+    token = load_token(
+        tokens, A, ticket.row, part, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
+    )  # fmt: skip
+    records = load_ring(
+        ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
+    )  # fmt: skip
+    flush_token(
+        out, tokens, token, records, cursors, state, layer, ticket, part,
+        H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -301,7 +328,7 @@ def _single(
     sizes: triton_launch.Sizes,
 ) -> Tensor:
     rows = inputs.x.shape[0]
-    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
+    launch = launch or triton_launch.default_launch("step", policy, sizes, rows, any_row=True)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     step_kernel[(triton_launch.tiles(sizes, launch), rows)](
         out,
@@ -341,9 +368,9 @@ def _decode_and_flush(
 ) -> None:
     sizes = triton_launch.sizes(state, ring, cursors, inputs, tokens=1)
     rows = inputs.x.shape[0]
-    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
+    launch = launch or triton_launch.default_launch("step", policy, sizes, rows, any_row=True)
     tiles = triton_launch.tiles(sizes, launch)
-    decode_and_flush_kernel[(rows * tiles,)](
+    decode_and_flush_kernel[(triton_launch.programs(tiles, launch, cursors),)](
         out,
         triton_launch.tokens(inputs),
         inputs.A,
@@ -361,5 +388,6 @@ def _decode_and_flush(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, state),
+        LOOPS=launch.loop > 1,
         **launch.options(),
     )

@@ -27,7 +27,7 @@ from replayssm.ops.mamba2.triton_tiles import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_codes, values_of
-from replayssm.ops.triton_common import Cursors, list_due, load_ticket, prefix_sums
+from replayssm.ops.triton_common import Cursors, bound, list_due, load_ticket, prefix_sums
 from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
@@ -43,22 +43,21 @@ def flush_kernel(
     LOOPS: tl.constexpr,                # whether there may be more tiles than programs
 ):  # fmt: skip
     """Grid of any size: programs share the TILES of the rows that are due."""
-    work = tl.program_id(0)
+    first = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * TILES
     if LOOPS:
-        while work < end:
+        for work in tl.range(bound(first), bound(end), bound(tl.num_programs(0)), disable_licm=True):
             flush_tile(
                 checkpoint, read_copy, layer, A, ring, cursors, load_ticket(due, work // TILES),
                 work % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,
                 HEADS, BP, BL, WIDTH,
             )  # fmt: skip
-            work += tl.num_programs(0)
     else:
-        ticket = load_ticket(due, work // TILES)  # in memory, filled or not
-        if work < end:
+        ticket = load_ticket(due, first // TILES)  # in memory, filled or not
+        if first < end:
             flush_tile(
                 checkpoint, read_copy, layer, A, ring, cursors, ticket,
-                work % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,
+                first % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,
                 HEADS, BP, BL, WIDTH,
             )  # fmt: skip
 
