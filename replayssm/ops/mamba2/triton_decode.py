@@ -36,7 +36,7 @@ from replayssm.ops.mamba2.triton_token import (
     load_token,
     store_constant,
 )
-from replayssm.ops.quantize.layout import is_packed, stored
+from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import times_vector, values_of
 from replayssm.ops.triton_common import (
     Cursors,
@@ -66,9 +66,9 @@ def decode_kernel(
     """Grid (tiles of a row, B)."""
     row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    WORDS: tl.constexpr = DOTS is not None and is_packed(READ)
+    PARTS: tl.constexpr = DOTS is not None
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, WORDS, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -99,7 +99,8 @@ def decode_and_flush_kernel(
     first = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * TILES
     if LOOPS:
-        for work in tl.range(bound(first), bound(end), bound(tl.num_programs(0)), disable_licm=True):
+        step = tl.num_programs(0)
+        for work in tl.range(bound(first), bound(end), bound(step), disable_licm=True):
             decode_and_flush_tile(
                 out, tokens, A, ring, cursors, state, layer, load_ticket(due, work // TILES),
                 work % TILES, H, P, G, N, L, STORAGE, RING, D_PER_CHANNEL, PRECISION,
@@ -328,7 +329,7 @@ def _single(
     sizes: triton_launch.Sizes,
 ) -> Tensor:
     rows = inputs.x.shape[0]
-    launch = launch or triton_launch.default_launch("step", policy, sizes, rows, any_row=True)
+    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     step_kernel[(triton_launch.tiles(sizes, launch), rows)](
         out,

@@ -46,7 +46,8 @@ def flush_kernel(
     first = tl.program_id(0)
     end = tl.load(due).to(tl.int32) * TILES
     if LOOPS:
-        for work in tl.range(bound(first), bound(end), bound(tl.num_programs(0)), disable_licm=True):
+        step = tl.num_programs(0)
+        for work in tl.range(bound(first), bound(end), bound(step), disable_licm=True):
             flush_tile(
                 checkpoint, read_copy, layer, A, ring, cursors, load_ticket(due, work // TILES),
                 work % TILES, H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION,

@@ -81,7 +81,7 @@ class Launch:
 _TABLE = {
     "decode": {32: (64, 2, None), 16: (64, 1, None), 8: (64, 1, None), 4: (128, 1, 128)},
     "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
-    "step": {32: (64, 4, None), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
+    "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
@@ -206,7 +206,7 @@ def dots(
     read: Quantized, ring: Mapping[str, Tensor], inputs: Mamba2Inputs, sizes: Sizes, launch: Launch
 ) -> str | None:
     """How a token's products with records and E2M1 codes are taken on tensor cores; None: they are
-    not.
+    not, as where codes have more bits.
 
     For BF16 records and tokens, whose products are exact, and programs of one warp.
     """

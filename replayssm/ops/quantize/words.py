@@ -8,7 +8,6 @@ A row of COLS columns is four groups of COLS / 4, one for each of the four lanes
 an operand; a part is eight columns of every group, [.., 32]. The vector is [BLOCKS, 32] in each
 part: a line for each block of the row, with zeros where columns are another block's. A product with
 it keeps the sums of blocks apart, and so a block scale is applied to a sum and not to every code.
-(Where nothing has scales, eight blocks are as many columns as a product has.)
 """
 
 import triton
@@ -25,11 +24,9 @@ HALF_WAY = tl.constexpr(2.0**63)
 
 @triton.constexpr_function
 def blocks_of(storage: Storage, cols: int) -> int | None:
-    """Blocks of a vector that meets records, and rows of `cols` E2M1 codes if that is how they are
-    stored; None: such rows, or such codes, cannot be multiplied in parts."""
-    if not is_packed(storage):
-        return 8 if cols >= 64 and cols.bit_count() == 1 else None
-    if not reads_words(storage, cols) or cols % block_size(storage):
+    """Blocks of a row of `cols` E2M1 codes; None: such rows, or other codes, cannot be multiplied
+    in parts."""
+    if not is_packed(storage) or not reads_words(storage, cols) or cols % block_size(storage):
         return None
     blocks = cols // block_size(storage)
     return blocks if blocks >= 8 and blocks.bit_count() == 1 else None
