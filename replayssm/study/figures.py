@@ -138,11 +138,13 @@ def legend(figure: Figure, axes) -> None:
 
 
 def plain_ticks(axis, values: list[int] | None = None) -> None:
-    """Whole numbers instead of powers of ten on a logarithmic axis, below a million; ticks at
-    `values` only.
+    """Numbers instead of powers of ten on a logarithmic axis, below a million; ticks at `values`
+    only.
     """
 
     def text(value: float, _: int) -> str:
+        if value < 1:
+            return f"{value:g}"
         return f"{value:,.0f}" if value < 1e6 else f"$10^{{{math.log10(value):.3g}}}$"
 
     axis.set_major_formatter(FuncFormatter(text))
