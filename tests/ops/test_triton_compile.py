@@ -27,7 +27,8 @@ def test_kernels_compile_to_machine_code(arch, policies, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     kernels = re.findall(rf"^sm_{arch} (\w+ \w+)", done.stdout, re.MULTILINE)
     glue = {kernel for kernel in kernels if kernel.startswith("glue ")}
-    assert glue == {f"glue {kind}" for kind in ("norm", "gate", "convolution", "unit", "step")}
+    kinds = ("norm", "gate", "convolution", "unit", "step", "squared", "rotated", "before")
+    assert glue == {f"glue {kind}" for kind in kinds}
     assert set(kernels) - glue == {
         f"{recurrence} {kernel}"
         for recurrence in ("mamba2", "gated_delta", "kimi_delta")
