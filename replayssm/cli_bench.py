@@ -8,6 +8,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 def add_commands(command: Callable, *, names: Callable, integers: Callable) -> None:
@@ -133,7 +135,7 @@ def _steps(arguments: argparse.Namespace) -> int:
 def _measured_steps(arguments: argparse.Namespace, out: Path):
     import torch
 
-    from replayssm.study.bench_step_records import row_line, write_record
+    from replayssm.study import bench_step_records
     from replayssm.study.bench_step_settings import StepBench
     from replayssm.study.bench_steps import run_step_bench
 
@@ -141,12 +143,7 @@ def _measured_steps(arguments: argparse.Namespace, out: Path):
     given = {key: getattr(arguments, key, None) for key in (*keys, "dtype", "seconds", "backend")}
     bench = StepBench(**{key: value for key, value in given.items() if value is not None})
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    def keep(record) -> None:
-        print(row_line(record.rows[-1]), flush=True)
-        write_record(record, out)  # a run that dies leaves what it has measured
-
-    return run_step_bench(bench, device=device, emit=keep)
+    return run_step_bench(bench, device=device, emit=_keep(bench_step_records, out))
 
 
 def _add_study(benches, *, names: Callable, integers: Callable) -> None:
@@ -221,15 +218,21 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace, out: Path):
+    from replayssm.study import bench_records
     from replayssm.study.bench_kernels import KernelBench, run_kernel_bench
-    from replayssm.study.bench_records import row_line, write_record
 
     keys = ("layers", "batches", "ring_lens", "policies", "states", "window", "seconds")
     given = {key: getattr(arguments, key) for key in keys if getattr(arguments, key) is not None}
     bench = KernelBench.quick(**given) if arguments.quick else KernelBench(**given)
+    return run_kernel_bench(bench, emit=_keep(bench_records, out))
 
-    def keep(record) -> None:
-        print(row_line(record.rows[-1]), flush=True)
-        write_record(record, out)
 
-    return run_kernel_bench(bench, emit=keep)
+def _keep(records: ModuleType, out: Path) -> Callable[[Any], None]:
+    """Prints the last row of a record so far, and writes the record: a run that dies leaves what it
+    has measured. `records` is the module that owns records of that kind."""
+
+    def keep(record: Any) -> None:
+        print(records.row_line(record.rows[-1]), flush=True)
+        records.write_record(record, out)
+
+    return keep

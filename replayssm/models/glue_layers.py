@@ -116,8 +116,19 @@ def _cache_of(kwargs: dict):
     return next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
 
 
+def _projected_out(mixer: nn.Module, out: Tensor, gate: Tensor, **options) -> Tensor:
+    """What a recurrent layer makes of its operator's outputs [B, T, H, width]: its gated norm, by
+    the kernel with these `options`, and its last projection.
+    """
+    from replayssm.ops.glue.triton_glue import rms_norm
+
+    norm = mixer.norm
+    weight, eps = norm.weight, norm.variance_epsilon
+    return mixer.out_proj(rms_norm(out.flatten(2), weight, eps, gate=gate, rounds=True, **options))
+
+
 def _gated_delta(mixer: nn.Module, forward: Callable) -> Callable:
-    from replayssm.ops.glue.triton_glue import AFTER, rms_norm
+    from replayssm.ops.glue.triton_glue import AFTER
     from replayssm.ops.glue.triton_layers import delta_inputs
 
     def run(hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -139,25 +150,15 @@ def _gated_delta(mixer: nn.Module, forward: Callable) -> Callable:
             scale=mixer.head_k_dim**-0.5,
         )
         out = reach_operator(GatedDeltaInputs(q=q, k=k, v=v, g=g, beta=beta), continued=True)
-        norm = mixer.norm
-        out = rms_norm(
-            out.flatten(2),
-            norm.weight,
-            norm.variance_epsilon,
-            gate=z,
-            gated=AFTER,
-            group=mixer.head_v_dim,
-            rounds=True,
-            dtype=hidden_states.dtype,
-            narrow=True,
+        dtype = hidden_states.dtype
+        return _projected_out(
+            mixer, out, z, gated=AFTER, group=mixer.head_v_dim, dtype=dtype, narrow=True
         )
-        return mixer.out_proj(out)
 
     return run
 
 
 def _mamba2(mixer: nn.Module, forward: Callable) -> Callable:
-    from replayssm.ops.glue.triton_glue import rms_norm
     from replayssm.ops.glue.triton_layers import scan_inputs
 
     def run(hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -190,17 +191,8 @@ def _mamba2(mixer: nn.Module, forward: Callable) -> Callable:
             D=skip,
         )
         out = reach_operator(inputs, continued=True)
-        norm = mixer.norm
-        out = rms_norm(
-            out.flatten(2),
-            norm.weight,
-            norm.variance_epsilon,
-            gate=gate,
-            group=norm.group_size,
-            rounds=True,
-            dtype=hidden_states.dtype,
-        )
-        return mixer.out_proj(out)
+        dtype = hidden_states.dtype
+        return _projected_out(mixer, out, gate, group=mixer.norm.group_size, dtype=dtype)
 
     return run
 
