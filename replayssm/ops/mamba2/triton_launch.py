@@ -37,8 +37,8 @@ class Launch:
     Attributes:
         heads: heads of one group in a program's tile (1 for windows), a power of two.
         block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
-        loop: tiles a program works on in turn (window); at most, where all rows flush (flush):
-            programs that find nothing to do then are as many times fewer.
+        loop: tiles a program works on in turn (window); at most, where all rows flush (flush, and
+            step): programs that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         eager: whether a token asks for the whole ring, before it knows how much of it is used.
