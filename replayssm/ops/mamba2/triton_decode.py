@@ -25,6 +25,7 @@ from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_flush import commit_and_flush
 from replayssm.ops.mamba2.triton_launch import Launch
+from replayssm.ops.mamba2.triton_tiles import load_checkpoint, values_of_pieces
 from replayssm.ops.mamba2.triton_token import (
     answer,
     append,
@@ -35,9 +36,9 @@ from replayssm.ops.mamba2.triton_token import (
     load_state,
     load_token,
     store_constant,
+    times_C,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import times_vector, values_of
 from replayssm.ops.triton_common import (
     Cursors,
     Ticket,
@@ -164,7 +165,7 @@ def step_kernel(
         row, slot, pos, tl.load(cursors.flushes + slot), tl.load(cursors.sequence + slot),
         tl.load(cursors.seed + slot),
     )  # fmt: skip
-    loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
+    loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
     records = load_ring(
         ring, slot, part, L if EAGER else pos, H, P, G, N, L, HEADS, BP, BL, WIDTH
     )  # fmt: skip
@@ -182,7 +183,7 @@ def step_kernel(
                 H, P, G, N, L, CHECKPOINT, RING, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
         else:
-            y = times_vector(loaded, token[1], N, WIDTH, READ)
+            y = times_C(loaded, token[1], N, WIDTH, READ)
             before = count_arrival(cursors, slot, True, THREADS)
             answer(
                 out, tokens, token, records, row, part, y, None, None, pos,
@@ -191,18 +192,18 @@ def step_kernel(
             append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
             move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
     else:
-        y = times_vector(loaded, token[1], N, WIDTH, READ)
+        y = times_C(loaded, token[1], N, WIDTH, READ)
         before = count_arrival(cursors, slot, pos < L - 1, THREADS)
         answer(
             out, tokens, token, records, row, part, y, None, None, pos,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         if flushes:
-            folded = load_state(
-                checkpoint, slot, part, H, P, G, N, CHECKPOINT, False, HEADS, BP, WIDTH
+            folded = load_checkpoint(
+                checkpoint, slot, part, H, P, G, N, CHECKPOINT, HEADS, BP, WIDTH
             )
             fold_token(
-                values_of(folded, N, WIDTH, CHECKPOINT), token, records, layer,
+                values_of_pieces(folded, N, WIDTH, CHECKPOINT), token, records, layer,
                 checkpoint, read_copy, cursors, ticket, part,
                 H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip

@@ -19,14 +19,16 @@ from replayssm.ops.mamba2.triton_tiles import (
     FP32_RECORDS,
     fold,
     last,
+    load_checkpoint,
     load_past,
     load_records,
+    load_x_records,
     past_of,
     tile_rows,
+    values_of_pieces,
     write_state,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_codes, values_of
 from replayssm.ops.triton_common import Cursors, bound, list_due, load_ticket, prefix_sums
 from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
@@ -72,26 +74,25 @@ def flush_tile(
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Tile `part` of a row, which reads no cursor and so waits for no other tile."""
-    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
     n = tl.arange(0, WIDTH)
     slot, pos = ticket.slot, ticket.pos
-    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    in_rows = None if EXACT else in_tile
-    state_row = head_of * P + p
-    loaded = load_codes(checkpoint, slot, state_row, in_rows, P, N, WIDTH, CHECKPOINT)
+    group, _, head, _, _, in_heads, _ = tile_rows(part, H, P, G, HEADS, BP)
+    loaded = load_checkpoint(checkpoint, slot, part, H, P, G, N, CHECKPOINT, HEADS, BP, WIDTH)
     rate = tl.load(A + head, mask=in_heads, other=0.0)
     ring_B = ring.B + slot * ring.B_slot + group * L * N + n
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
-    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
     B = past_of(load_records(ring_B, N, n < N, pos, BL), None, RING, PRECISION)  # [BL, WIDTH]
-    x = load_past(ring_x, P, in_tile, pos, BL, RING)  # [BL, R]
+    records = load_x_records(ring, slot, part, pos, H, P, G, L, HEADS, BP, BL)
+    xs = ()
+    for i in tl.static_range(len(records)):
+        xs = xs + (past_of(records[i], None, RING),)  # [BL, R]
     log_decay = prefix_sums(rate[None, :] * dt)
-    state = values_of(loaded, N, WIDTH, CHECKPOINT)
-    state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
+    states = values_of_pieces(loaded, N, WIDTH, CHECKPOINT)
+    states = fold(states, xs, B, dt, log_decay, last(log_decay), PRECISION)
     write_state(
-        state, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
-        P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+        states, checkpoint, read_copy, cursors, layer, ticket, part,
+        H, P, G, N, CHECKPOINT, READ_COPY, HEADS, BP, WIDTH,
     )  # fmt: skip
 
 

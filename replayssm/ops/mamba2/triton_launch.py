@@ -18,7 +18,7 @@ from replayssm.formats.number import BF16, FP16, FP32
 from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
 from replayssm.ops.mamba2.reference import Mamba2Inputs
-from replayssm.ops.mamba2.triton_tiles import Ring, Tokens
+from replayssm.ops.mamba2.triton_tiles import Ring, Tokens, pieces_of
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.quantize.words import blocks_of
 from replayssm.ops.triton_common import Cursors, precision_of
@@ -35,8 +35,9 @@ class Launch:
     """Meta-parameters of a launch: they change speed, never what is rounded.
 
     Attributes:
-        heads: heads of one group in a program's tile (1 for windows), a power of two.
-        block_p: rows of each head in the tile, a power of two >= 16: all of P, or a divisor of it.
+        heads: runs of rows in a program's tile, of one group and next to each other (1 for
+            windows), a power of two.
+        block_p: rows of a run, a power of two >= 16: it covers P (runs are heads) or divides it.
         loop: tiles a program works on in turn (window); at most, where all rows flush (flush, and
             step): programs that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
@@ -112,13 +113,14 @@ def default_launch(
     if kernel == "window":
         loop = 16 if batch * sizes["H"] >= 4096 else 4
         return Launch(block_p=block_p, loop=loop, num_warps=8 if block_p > 64 else num_warps)
-    heads_per_group = triton.next_power_of_2(sizes["H"] // sizes["G"])
     if not writes_head_scales:
         block_p = min(block_p, rows) if sizes["P"] % min(block_p, rows) == 0 else block_p
-    heads = max(1, min(rows // block_p, heads_per_group))
-    if kernel != "decode" and heads * block_p != rows:
+    runs = sizes["H"] // sizes["G"] * triton.cdiv(sizes["P"], block_p)
+    heads = max(1, min(rows // block_p, triton.next_power_of_2(runs)))
+    tallest = heads * pieces_of(sizes["P"], block_p)[0]
+    if kernel != "decode" and tallest != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
-        num_warps, maxnreg = max(1, heads * block_p // 16), None
+        num_warps, maxnreg = max(1, tallest // 16), None
     if kernel == "flush" and policy.checkpoint.format != FP32 and any_row:
         maxnreg = None  # a loop spills
     return Launch(
@@ -138,8 +140,8 @@ def is_few(sizes: Sizes, batch: int) -> bool:
 
 def tiles(sizes: Sizes, launch: Launch) -> int:
     """Tiles of one row's state."""
-    per_group = triton.cdiv(sizes["H"] // sizes["G"], launch.heads)
-    return sizes["G"] * per_group * triton.cdiv(sizes["P"], launch.block_p)
+    runs = sizes["H"] // sizes["G"] * triton.cdiv(sizes["P"], launch.block_p)
+    return sizes["G"] * triton.cdiv(runs, launch.heads)
 
 
 def programs(tiles: int, launch: Launch, cursors: Cursors) -> int:
@@ -155,12 +157,6 @@ def slots(sizes: Sizes) -> int:
 def width(sizes: Sizes, *copies: Quantized | None) -> int:
     """Columns of a state tile that suits all copies."""
     return max(tile_width(sizes["N"], reading(copy)) for copy in copies if copy is not None)
-
-
-def pieces(sizes: Sizes, read: Quantized, width: int, piece: int = 32) -> int:
-    """Into how many parts of at least `piece` columns products over N can be cut."""
-    least = max(piece, tile_width(1, reading(read)))
-    return width // least if sizes["N"] == width and width > least else 1
 
 
 def reading(quantized: Quantized) -> Storage:

@@ -5,9 +5,10 @@ and no cache; formats come from `ops/quantize`.
 
 Legend, for every kernel of this folder: S slots, B rows, T tokens, H heads, P head_dim, G groups,
 N d_state, r = H/G heads a group, L ring slots. A program's tile has R = HEADS * BP state rows:
-HEADS heads of one group times BP rows of each (BP >= P, or a divisor of P); HEADS, BP, BL >= L and
-WIDTH >= N are powers of two. State tiles are [R, WIDTH], ring tiles [BL, R], [BL, WIDTH] and
-[BL, HEADS].
+HEADS runs, of one group and next to each other, of BP rows of a head each (BP >= P: the head; else
+a divisor of P). HEADS, BP, BL >= L and WIDTH >= N are powers of two. State tiles are [R, WIDTH],
+ring tiles [BL, R], [BL, WIDTH] and [BL, HEADS]. What is [R] or [R, ...] is a tuple over the pieces
+of a run: a head of 80 rows is no tile, but one of 64 and one of 16.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from replayssm.formats.number import FP32, NumberFormat
 from replayssm.formats.storage import Storage
+from replayssm.ops.quantize.layout import block_size, scales_of
 from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact, round_to_format
+from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_tile
+from replayssm.ops.quantize.tiles import load_codes, values_of
 from replayssm.ops.triton_common import exact_dot
 from replayssm.policy import READ_COPY_STREAM
 
@@ -34,6 +38,44 @@ FP32_RECORDS = tl.constexpr(Storage(format=FP32))
 def same_format(dtype, fmt: NumberFormat) -> bool:
     """Whether a Triton dtype is the format."""
     return dtype.name == fmt.name
+
+
+@triton.constexpr_function
+def runs_of(P: int, BP: int) -> int:
+    """Runs of a head."""
+    return (P + BP - 1) // BP
+
+
+@triton.constexpr_function
+def pieces_of(P: int, BP: int) -> tuple[int, ...]:
+    """Rows of the pieces of a run, powers of two: of a head, they add up to P or the next multiple
+    of 16."""
+    rows = BP if BP < P else (P + 15) // 16 * 16
+    return tuple(1 << i for i in reversed(range(rows.bit_length())) if rows >> i & 1)
+
+
+@triton.constexpr_function
+def piece_count(P: int, BP: int) -> int:
+    """How many pieces a run has."""
+    return len(pieces_of(P, BP))
+
+
+@triton.constexpr_function
+def piece_rows(P: int, BP: int, piece: int) -> int:
+    """Rows of a piece."""
+    return pieces_of(P, BP)[piece]
+
+
+@triton.constexpr_function
+def piece_start(P: int, BP: int, piece: int) -> int:
+    """Rows of a run before a piece."""
+    return sum(pieces_of(P, BP)[:piece])
+
+
+@triton.constexpr_function
+def is_exact(H: int, P: int, G: int, HEADS: int, BP: int) -> bool:
+    """Whether all rows of all tiles exist."""
+    return P % min(BP, 16 if BP > P else BP) == 0 and H // G * runs_of(P, BP) % HEADS == 0
 
 
 class Ring(NamedTuple):
@@ -67,24 +109,27 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def tile_rows(
-    part, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr
-):
-    """Which rows are in tile number `part`.
+    part, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr,
+    PIECE: tl.constexpr = None,
+):  # fmt: skip
+    """Which rows are in tile number `part`, or in one piece of its runs.
 
-    Returns the group, the first of the tile's rows in each head, its heads [HEADS], head and row
-    inside the head of each of the R rows, and which heads and rows exist.
+    Returns the group, the first run's place in its head, the head of each run [HEADS], head and row
+    inside the head of each of the R rows, and which runs and rows exist.
     """
-    P_TILES: tl.constexpr = (P + BP - 1) // BP
-    PER_GROUP: tl.constexpr = (H // G + HEADS - 1) // HEADS
-    group = part // (PER_GROUP * P_TILES)
-    first_p = part % P_TILES * BP
-    first_head = part // P_TILES % PER_GROUP * HEADS  # inside the group
-    i = tl.arange(0, HEADS)
-    r = tl.arange(0, HEADS * BP)
-    base = group * (H // G) + first_head
-    in_heads = first_head + i < H // G
-    in_rows = (first_head + r // BP < H // G) & (first_p + r % BP < P)
-    return group, first_p, base + i, base + r // BP, first_p + r % BP, in_heads, in_rows
+    RUNS: tl.constexpr = runs_of(P, BP)
+    PER_GROUP: tl.constexpr = (H // G * RUNS + HEADS - 1) // HEADS
+    group = part // PER_GROUP
+    first = part % PER_GROUP * HEADS  # inside the group
+    ROWS: tl.constexpr = BP if PIECE is None else piece_rows(P, BP, PIECE)
+    START: tl.constexpr = 0 if PIECE is None else piece_start(P, BP, PIECE)
+    r = tl.arange(0, HEADS * ROWS)
+    run, run_of = first + tl.arange(0, HEADS), first + r // ROWS
+    base = group * (H // G)
+    p = run_of % RUNS * BP + START + r % ROWS
+    in_runs = run < H // G * RUNS
+    in_rows = (run_of < H // G * RUNS) & (p < P)
+    return group, first % RUNS * BP, base + run // RUNS, base + run_of // RUNS, p, in_runs, in_rows
 
 
 @triton.jit
@@ -94,6 +139,13 @@ def by_head(v, HEADS: tl.constexpr):
         return tl.reshape(v, [HEADS, v.shape[0] // HEADS])
     else:
         return tl.reshape(v, [v.shape[0], HEADS, v.shape[1] // HEADS])
+
+
+@triton.jit
+def of_runs(v, R: tl.constexpr):
+    """[R] from a value for each run."""
+    RUNS: tl.constexpr = v.shape[0]
+    return tl.reshape(tl.broadcast_to(v[:, None], [RUNS, R // RUNS]), [R])
 
 
 @triton.jit
@@ -186,50 +238,116 @@ def last(log_decay):
 
 
 @triton.jit
-def fold(state, x, B, dt, log_decay, now, PRECISION: tl.constexpr):
-    """State [R, WIDTH] carried to log decay `now` [HEADS] with records x [BL, R], B [BL, WIDTH]."""
-    R: tl.constexpr = state.shape[0]
-    BL: tl.constexpr = x.shape[0]
+def load_x_records(
+    ring, slot, part, count,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Codes [BL, R] of the x of the ring's first `count` slots."""
+    codes = ()
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
+        codes = codes + (load_records(ring_x, P, in_tile, count, BL),)
+    return codes
+
+
+@triton.jit
+def load_checkpoint(
+    stored, slot, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, STORAGE: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`load_codes` of tile `part`, to be folded: where it is written is where it was read."""
+    loaded = ()
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        in_rows = None if is_exact(H, P, G, HEADS, BP) else in_tile
+        loaded = loaded + (
+            load_codes(stored, slot, head_of * P + p, in_rows, P, N, WIDTH, STORAGE),
+        )
+    return loaded
+
+
+@triton.jit
+def values_of_pieces(loaded, N: tl.constexpr, WIDTH: tl.constexpr, STORAGE: tl.constexpr):
+    """`values_of` what `load_checkpoint` loaded."""
+    values = ()
+    for i in tl.static_range(len(loaded)):
+        values = values + (values_of(loaded[i], N, WIDTH, STORAGE),)
+    return values
+
+
+@triton.jit
+def fold(states, xs, B, dt, log_decay, now, PRECISION: tl.constexpr):
+    """States [R, WIDTH] carried to log decay `now` [HEADS] with records [BL, R], B [BL, WIDTH]."""
     HEADS: tl.constexpr = now.shape[0]
     weights = dt * decay(now[None, :], log_decay)  # [BL, HEADS]
-    weighted = tl.reshape(by_head(x, HEADS) * weights[:, :, None], [BL, R])
-    kept = tl.reshape(tl.broadcast_to(decay(now, 0.0)[:, None], [HEADS, R // HEADS]), [R])
-    # Added afterwards, the state never takes the layout of the product: one exchange less.
-    added = exact_dot(tl.trans(weighted), B, tl.zeros_like(state), PRECISION)
-    return state * kept[:, None] + added
+    kept = decay(now, 0.0)
+    folded = ()
+    for i in tl.static_range(len(states)):
+        weighted = tl.reshape(by_head(xs[i], HEADS) * weights[:, :, None], xs[i].shape)
+        # Added afterwards, the state never takes the layout of the product: one exchange less.
+        added = exact_dot(tl.trans(weighted), B, tl.zeros_like(states[i]), PRECISION)
+        folded = folded + (states[i] * of_runs(kept, xs[i].shape[1])[:, None] + added,)
+    return folded
 
 
 @triton.jit
 def write_state(
-    state,
-    checkpoint,
-    read_copy,
-    cursors,
-    layer,
-    ticket,
-    row,
-    in_rows,
-    P: tl.constexpr,
-    BP: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHECKPOINT: tl.constexpr,
-    READ_COPY: tl.constexpr,
-):
+    states, checkpoint, read_copy, cursors, layer, ticket, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Round the FP32 state once into the checkpoint and once into the read copy (READ_COPY None:
     there is none), both from the same values; count what saturated and what was not finite."""
     slot, seed = ticket.slot, ticket.seed
     key = (seed, layer, ticket.flushes, ticket.sequence)
-    over, not_finite = store_tile(
-        state, key, checkpoint, slot, row, in_rows, P, BP, N, WIDTH, CHECKPOINT
+    over, not_finite = _store_pieces(
+        states, key, checkpoint, slot, part, H, P, G, N, CHECKPOINT, HEADS, BP, WIDTH
     )
     if READ_COPY is not None:
         key = (seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
-        over_copy, _ = store_tile(
-            state, key, read_copy, slot, row, in_rows, P, BP, N, WIDTH, READ_COPY
+        over_copy, _ = _store_pieces(
+            states, key, read_copy, slot, part, H, P, G, N, READ_COPY, HEADS, BP, WIDTH
         )
         over += over_copy
     if over > 0:
         tl.atomic_add(cursors.saturated + slot, over.to(tl.int64), sem="relaxed")
     if not_finite > 0:
         tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _store_pieces(
+    states, key, stored, slot, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, STORAGE: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`store_tile` of all pieces; sums of what it returns."""
+    amax = None
+    if len(states) > 1 and scales_of(STORAGE) == "nvfp4":  # a scale of the head, not of a piece
+        tl.static_assert(HEADS == 1, "a head in pieces has a tile for itself")
+        amax = _largest(states[0], STORAGE)
+        for i in tl.static_range(1, len(states)):
+            amax = tl.maximum(amax, _largest(states[i], STORAGE))
+    over, not_finite = 0, 0
+    for i in tl.static_range(len(states)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        in_rows = None if is_exact(H, P, G, HEADS, BP) else in_tile
+        more_over, more_not_finite = store_tile(
+            states[i], key, stored, slot, head_of * P + p, in_rows,
+            P, piece_rows(P, BP, i), N, WIDTH, STORAGE, amax,
+        )  # fmt: skip
+        over += more_over
+        not_finite += more_not_finite
+    return over, not_finite
+
+
+@triton.jit
+def _largest(x, STORAGE: tl.constexpr):
+    """Pattern of the largest magnitude; blocks first, as they are needed for their scales, too."""
+    SIZE: tl.constexpr = block_size(STORAGE)
+    blocks = tl.reshape(magnitude_bits(x), [x.shape[0], x.shape[1] // SIZE, SIZE])
+    return tl.max(tl.max(blocks, 2))

@@ -16,23 +16,25 @@ from replayssm.ops.mamba2.triton_tiles import (
     by_head,
     decay,
     fold,
+    is_exact,
     last,
+    load_checkpoint,
     load_records,
+    load_x_records,
+    of_runs,
     past_of,
+    piece_count,
+    piece_start,
+    runs_of,
     tile_rows,
+    values_of_pieces,
     with_last,
     write_state,
 )
-from replayssm.ops.quantize.layout import rows_from
+from replayssm.ops.quantize.layout import load_vector, rows_from, scales_of
 from replayssm.ops.quantize.packing import encode_elements
 from replayssm.ops.quantize.rounding import fact
-from replayssm.ops.quantize.tiles import (
-    load_codes,
-    load_factor,
-    load_vector_for,
-    times_vector,
-    values_of,
-)
+from replayssm.ops.quantize.tiles import load_factor, load_vector_for, times_vector
 from replayssm.ops.quantize.words import (
     blocks_of,
     load_row_parts,
@@ -55,7 +57,7 @@ def load_token(
 
     Returns C [WIDTH], C as it meets the state, B [WIDTH], x [R], dt [HEADS], A [HEADS] and D [R].
     """
-    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    group, _, head, _, _, in_heads, _ = tile_rows(part, H, P, G, HEADS, BP)
     n = tl.arange(0, WIDTH)
     C_at = tokens.C + row * tokens.C_row + group * N
     C = tl.load(C_at + n, mask=n < N, other=0)
@@ -66,14 +68,18 @@ def load_token(
     else:
         C_read = load_vector_for(C_at, N, WIDTH, READ)
     B = tl.load(tokens.B + row * tokens.B_row + group * N + n, mask=n < N, other=0)
-    x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
     dt = tl.load(tokens.dt + row * tokens.dt_row + head, mask=in_heads, other=0.0)
     rate = tl.load(A + head, mask=in_heads, other=0.0)
-    D = x
-    if tokens.D is not None:
-        at = tokens.D + (head_of * P + p if D_PER_CHANNEL else head_of)
-        D = tl.load(at, mask=in_tile, other=0)
-    return C, C_read, B, x, dt, rate, D
+    xs, Ds = (), ()
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
+        D = x
+        if tokens.D is not None:
+            at = tokens.D + (head_of * P + p if D_PER_CHANNEL else head_of)
+            D = tl.load(at, mask=in_tile, other=0)
+        xs, Ds = xs + (x,), Ds + (D,)
+    return C, C_read, B, xs, dt, rate, Ds
 
 
 @triton.jit
@@ -84,55 +90,48 @@ def load_ring(
 ):  # fmt: skip
     """Codes of what tile `part` needs of the ring's first `count` slots: B [BL, WIDTH], dt
     [BL, HEADS], x [BL, R]."""
-    group, _, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    group, _, head, _, _, in_heads, _ = tile_rows(part, H, P, G, HEADS, BP)
     n = tl.arange(0, WIDTH)
     ring_B = ring.B + slot * ring.B_slot + group * L * N + n
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
-    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
     B = load_records(ring_B, N, n < N, count, BL)
     dt = load_records(ring_dt, 1, in_heads, count, BL)
-    return B, dt, load_records(ring_x, P, in_tile, count, BL)
+    return B, dt, load_x_records(ring, slot, part, count, H, P, G, L, HEADS, BP, BL)
 
 
 @triton.jit
 def answer(
     out, tokens, token, records, row, part,
     read,                               # [R] product of the stored state with C
-    factor,                             # [R] that it lacks, or None
+    factors,                            # [R] that it lacks, or None
     met,                                # [BL] products of the records' B with C, or None
     unused,                             # slot from which `records` are to be dropped, or None
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Stores the outputs of tile `part` of a row."""
-    C, _, B_new, x_given, dt_new, rate, D = token
-    _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    C, _, B_new, xs_given, dt_new, rate, Ds = token
     C = C.to(tl.float32)
     if met is None:
         met = tl.sum(past_of(records[0], unused, RING) * C[None, :], 1)  # [BL]
     dt = past_of(records[1], unused, FP32_RECORDS)
-    x = past_of(records[2], unused, RING)
     log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
     now = last(log_decay) + rate * dt_new  # [HEADS]
     weights = dt * decay(now[None, :], log_decay) * met[:, None]
     weight_new = dt_new * tl.sum(as_recorded(B_new, RING) * C, 0)
-    # All but the product with the state first: one change of layout for the sum.
-    kept = _of_heads(decay(now, 0.0), BP)
-    y = as_recorded(x_given, RING) * _of_heads(weight_new, BP)
-    if tokens.D is not None:
-        y += D.to(tl.float32) * x_given.to(tl.float32)
-    y += tl.reshape(_weighted_sum(by_head(x, HEADS), weights), [HEADS * BP])
-    if factor is not None:
-        kept *= factor
-    y = tl.fma(read, kept, y)
-    tl.store(out + row * (H * P) + head_of * P + p, y, mask=in_tile)
-
-
-@triton.jit
-def _of_heads(v, BP: tl.constexpr):
-    """[HEADS * BP] from a value for each head."""
-    HEADS: tl.constexpr = v.shape[0]
-    return tl.reshape(tl.broadcast_to(v[:, None], [HEADS, BP]), [HEADS * BP])
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        # All but the product with the state first: one change of layout for the sum.
+        kept = of_runs(decay(now, 0.0), head_of.shape[0])
+        y = as_recorded(xs_given[i], RING) * of_runs(weight_new, head_of.shape[0])
+        if tokens.D is not None:
+            y += Ds[i].to(tl.float32) * xs_given[i].to(tl.float32)
+        x = past_of(records[2][i], unused, RING)
+        y += tl.reshape(_weighted_sum(by_head(x, HEADS), weights), head_of.shape)
+        if factors is not None:
+            kept *= factors[i]
+        y = tl.fma(read[i], kept, y)
+        tl.store(out + row * (H * P) + head_of * P + p, y, mask=in_tile)
 
 
 @triton.constexpr_function
@@ -174,41 +173,45 @@ def append(
     RING: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Stores tile `part`'s share of the token's record at slot `pos`, of `parts` tiles a row."""
-    _, _, B_new, x_given, dt_new, _, _ = token
-    group, first_p, head, head_of, p, in_heads, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    _, _, B_new, xs_given, dt_new, _, _ = token
+    group, first_p, head, _, _, in_runs, _ = tile_rows(part, H, P, G, HEADS, BP)
     FORMAT: tl.constexpr = fact(RING, "format")
-    ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
-    x_codes = encode_elements(as_recorded(x_given, RING), FORMAT)
-    tl.store(ring_x + pos * P, x_codes, mask=in_tile)
-    if first_p == 0:
-        tl.store(ring.dt + slot * ring.dt_slot + head * L + pos, dt_new, mask=in_heads)
-        if part % (parts // G) == 0:
-            n = tl.arange(0, WIDTH)
-            ring_B = ring.B + slot * ring.B_slot + group * L * N + n
-            B_codes = encode_elements(as_recorded(B_new, RING), FORMAT)
-            tl.store(ring_B + pos * N, B_codes, mask=n < N)
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        ring_x = ring.x + slot * ring.x_slot + head_of * L * P + p
+        x_codes = encode_elements(as_recorded(xs_given[i], RING), FORMAT)
+        tl.store(ring_x + pos * P, x_codes, mask=in_tile)
+    RUNS: tl.constexpr = runs_of(P, BP)
+    starts = in_runs & (((first_p // BP + tl.arange(0, HEADS)) % RUNS) == 0)
+    tl.store(ring.dt + slot * ring.dt_slot + head * L + pos, dt_new, mask=starts)
+    if part % (parts // G) == 0:
+        n = tl.arange(0, WIDTH)
+        ring_B = ring.B + slot * ring.B_slot + group * L * N + n
+        B_codes = encode_elements(as_recorded(B_new, RING), FORMAT)
+        tl.store(ring_B + pos * N, B_codes, mask=n < N)
 
 
 @triton.jit
 def fold_token(
-    state, token, records, layer, checkpoint, read_copy, cursors, ticket, part,
+    states, token, records, layer, checkpoint, read_copy, cursors, ticket, part,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
     PRECISION: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Folds L - 1 records and the token into `state`, the checkpoint's values, and writes it: what
-    a flush does once the token's record is in the ring, to the bit."""
-    _, _, B_new, x_given, dt_new, rate, _ = token
-    _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
+    """Folds L - 1 records and the token into `states`, the checkpoint's values, and writes them:
+    what a flush does once the token's record is in the ring, to the bit."""
+    _, _, B_new, xs_given, dt_new, rate, _ = token
     B = with_last(past_of(records[0], L - 1, RING, PRECISION), as_recorded(B_new, RING), L)
     dt = with_last(past_of(records[1], L - 1, FP32_RECORDS), dt_new, L)
-    x = with_last(past_of(records[2], L - 1, RING), as_recorded(x_given, RING), L)
+    xs = ()
+    for i in tl.static_range(len(xs_given)):
+        x = past_of(records[2][i], L - 1, RING)
+        xs = xs + (with_last(x, as_recorded(xs_given[i], RING), L),)
     log_decay = prefix_sums(rate[None, :] * dt)
-    state = fold(state, x, B, dt, log_decay, last(log_decay), PRECISION)
-    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
+    states = fold(states, xs, B, dt, log_decay, last(log_decay), PRECISION)
     write_state(
-        state, checkpoint, read_copy, cursors, layer, ticket, head_of * P + p,
-        None if EXACT else in_tile, P, BP, N, WIDTH, CHECKPOINT, READ_COPY,
+        states, checkpoint, read_copy, cursors, layer, ticket, part,
+        H, P, G, N, CHECKPOINT, READ_COPY, HEADS, BP, WIDTH,
     )  # fmt: skip
 
 
@@ -216,24 +219,45 @@ def fold_token(
 def load_state(
     stored, slot, part,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    STORAGE: tl.constexpr,
-    FACTOR: tl.constexpr,               # for `times_vector`, or to be folded
-    HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+    STORAGE: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`load_factor` or `load_codes` of tile `part`."""
-    EXACT: tl.constexpr = P % BP == 0 and (H // G) % HEADS == 0
-    FOLLOW: tl.constexpr = EXACT and (HEADS == 1 or BP == P)  # whether rows follow each other
-    _, first_p, head, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    in_rows = None if EXACT else in_tile
-    row = head_of * P + p
-    if not FACTOR:  # where it is written is where it was read
-        return load_codes(stored, slot, row, in_rows, P, N, WIDTH, STORAGE)
-    elif FOLLOW:
-        tile = rows_from(stored, tl.min(head, 0) * P + first_p, P, N, STORAGE)
-        row = tl.arange(0, HEADS * BP)
-        return load_factor(tile, slot, row, None, P, N, WIDTH, STORAGE)
+    """`load_factor` of tile `part`, for `times_vector`."""
+    pieces = ()
+    for i in tl.static_range(piece_count(P, BP)):
+        pieces = pieces + (
+            _load_piece(stored, slot, part, i, H, P, G, N, STORAGE, HEADS, BP, WIDTH),
+        )
+    return pieces
+
+
+@triton.jit
+def _load_piece(
+    stored, slot, part, PIECE: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    STORAGE: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    _, first_p, head, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, PIECE)
+    in_rows = None if is_exact(H, P, G, HEADS, BP) else in_tile
+    if HEADS == 1 or P % BP == 0:  # rows follow each other
+        first = tl.min(head, 0) * P + first_p + piece_start(P, BP, PIECE)
+        tile = rows_from(stored, first, P, N, STORAGE)
+        row = tl.arange(0, head_of.shape[0])
+        loaded = load_factor(tile, slot, row, in_rows, P, N, WIDTH, STORAGE)
+        if HEADS > 1 and BP < P and scales_of(STORAGE) == "nvfp4":  # matrices begin elsewhere
+            base = stored.tensor_scale + slot * stored.tensor_scale_slot
+            return loaded[0], loaded[1], load_vector(base, head_of, in_rows, 1.0)
+        return loaded
     else:
-        return load_factor(stored, slot, row, in_rows, P, N, WIDTH, STORAGE)
+        return load_factor(stored, slot, head_of * P + p, in_rows, P, N, WIDTH, STORAGE)
+
+
+@triton.jit
+def times_C(loaded, C, N: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr):
+    """`times_vector` of what `load_state` loaded with C: [R]."""
+    products = ()
+    for i in tl.static_range(len(loaded)):
+        products = products + (times_vector(loaded[i], C, N, WIDTH, READ),)
+    return products
 
 
 @triton.jit
@@ -247,9 +271,10 @@ def flush_token(
 ):  # fmt: skip
     """Tile `part` of a row whose ring its token fills, where there is one copy: one read of the
     state gives the outputs and is folded. The record does not enter the ring."""
-    loaded = load_state(state, ticket.slot, part, H, P, G, N, STORAGE, False, HEADS, BP, WIDTH)
-    values = values_of(loaded, N, WIDTH, STORAGE)
-    y = tl.sum(values * token[0].to(tl.float32)[None, :], 1)
+    loaded = load_checkpoint(state, ticket.slot, part, H, P, G, N, STORAGE, HEADS, BP, WIDTH)
+    values, y = values_of_pieces(loaded, N, WIDTH, STORAGE), ()
+    for i in tl.static_range(len(values)):
+        y = y + (tl.sum(values[i] * token[0].to(tl.float32)[None, :], 1),)
     answer(
         out, tokens, token, records, ticket.row, part, y, None, None, L - 1,
         H, P, G, RING, HEADS, BP,
@@ -278,25 +303,28 @@ def decode_token(
     of 163 us for 256 rows).
     """
     if EAGER:
-        loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
+        loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
         records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
         tl.debug_barrier()
     if pos < L:
-        factor, met = None, None
+        factors, met = None, None
         if DOTS is not None:
             # First, so that B's registers are free when codes come.
             group, _, _, _, _, _, _ = tile_rows(part, H, P, G, HEADS, BP)
             ring_B = ring.B + slot * ring.B_slot + group * L * N
             met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), token[1], DOTS)
         if not EAGER:
-            loaded = load_state(read, slot, part, H, P, G, N, READ, True, HEADS, BP, WIDTH)
+            loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
             records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
         if DOTS is not None:
-            y, factor = words_times_parts(loaded, token[1], N, READ, DOTS)
+            y, factors = (), ()
+            for i in tl.static_range(len(loaded)):
+                product, factor = words_times_parts(loaded[i], token[1], N, READ, DOTS)
+                y, factors = y + (product,), factors + (factor,)
         else:
-            y = times_vector(loaded, token[1], N, WIDTH, READ)
+            y = times_C(loaded, token[1], N, WIDTH, READ)
         answer(
-            out, tokens, token, records, row, part, y, factor, met, pos if EAGER else None,
+            out, tokens, token, records, row, part, y, factors, met, pos if EAGER else None,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
@@ -311,5 +339,6 @@ def store_constant(
 ):  # fmt: skip
     """Outputs of tile `part` of a row: 0 for padding, NaN where the ring has no room, which is a
     caller's mistake."""
-    _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP)
-    tl.store(out + row * (H * P) + head_of * P + p, value, mask=in_tile)
+    for i in tl.static_range(piece_count(P, BP)):
+        _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
+        tl.store(out + row * (H * P) + head_of * P + p, value, mask=in_tile)
