@@ -99,7 +99,12 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
     """
     total = last(log_decay, BL)
     weighted = u * decay(total, log_decay)[None, :]
-    return exact_dot(weighted, k, s * decay(total, 0.0), PRECISION)
+    decayed = s * decay(total, 0.0)
+    if BL > 32:
+        # A tensor core cuts what it adds to, in each of so many steps; the small terms, which come
+        # first, need not cut the state.
+        return decayed + exact_dot(weighted, k, tl.zeros_like(decayed), PRECISION)
+    return exact_dot(weighted, k, decayed, PRECISION)
 
 
 @triton.jit
