@@ -159,6 +159,12 @@ def width(sizes: Sizes, *copies: Quantized | None) -> int:
     return max(tile_width(sizes["N"], reading(copy)) for copy in copies if copy is not None)
 
 
+def pieces(sizes: Sizes, read: Quantized, width: int, piece: int = 32) -> int:
+    """Into how many parts of at least `piece` columns products over N can be cut."""
+    least = max(piece, tile_width(1, reading(read)))
+    return width // least if sizes["N"] == width and width > least else 1
+
+
 def reading(quantized: Quantized) -> Storage:
     """A storage that reads `quantized`; how it was rounded does not matter for that.
 
