@@ -40,9 +40,9 @@ def add_commands(command: Callable, *, execution: Callable, names: Callable) -> 
     harness = command(
         "lm-eval",
         _lm_eval,
-        "Run lm-eval's own command line with the model `replayssm` known to it (lm-eval up to "
-        "0.4.13 does not find installed models by itself). Unless --include_path is given, the "
-        "tasks of this package are included.",
+        "Run lm-eval's own command line with the model `replayssm` known to it, also where torch "
+        "was told to load no extensions. Unless --include_path is given, the tasks of this package "
+        "are included.",
     )
     harness.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="run ...", help="arguments of lm-eval"

@@ -31,6 +31,7 @@ ARGUMENTS = (
     "prefill", "think_end_token", "enable_thinking", "device", "max_length", "trust_remote_code",
 )  # fmt: skip
 DEFAULT_MAX_GEN_TOKS = 1024
+_LM_EVAL_DEVICE = "cuda:0"
 # Windows of rolling log-likelihoods, for a model without a limit of its own.
 _UNLIMITED = 1 << 20
 
@@ -120,6 +121,10 @@ class ReplayLM(TemplateLM):
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None):
         given = {k: v for k, v in (additional_config or {}).items() if v is not None}
         given.pop("max_batch_size", None)
+        if given.get("device") == _LM_EVAL_DEVICE and not torch.cuda.is_available():
+            # What its command line says where nothing was asked for.
+            print(f"replayssm: torch sees no {_LM_EVAL_DEVICE} device: runs on the CPU", flush=True)
+            del given["device"]
         return cls(**given | arg_dict)
 
     @classmethod
