@@ -27,7 +27,8 @@ CONFINED = {
     "triton": lambda path: path.name.startswith("triton_") or path.parts[:2] == ("ops", "quantize"),
     "transformers": lambda path: path.parts[0] in ("models", "engine"),
     "lm_eval": lambda path: (
-        path.parts[:2] in (("study", "tasks.py"), ("study", "lm_eval_model.py"))
+        path.parts[:2]
+        in (("study", "tasks.py"), ("study", "lm_eval_model.py"), ("study", "lm_eval_plugin.py"))
     ),
     "matplotlib": lambda path: path.parts[:2] == ("study", "figures.py"),
 }
