@@ -29,11 +29,11 @@ from replayssm.ops.mamba2.triton_tiles import load_checkpoint, values_of_pieces
 from replayssm.ops.mamba2.triton_token import (
     answer,
     append,
+    ask_early,
     decode_token,
     flush_token,
     fold_token,
     load_ring,
-    load_state,
     load_token,
     store_constant,
     times_C,
@@ -60,7 +60,7 @@ def decode_kernel(
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
-    EAGER: tl.constexpr,                # see `decode_token`
+    EAGER: tl.constexpr,                # see `ask_early`
     DOTS: tl.constexpr,                 # see `decode_token`
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -74,13 +74,16 @@ def decode_kernel(
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
         return
+    asked = None
+    if EAGER:
+        asked = ask_early(read, ring, slot, part, H, P, G, N, L, READ, HEADS, BP, BL, WIDTH)
     pos = tl.load(cursors.pos + slot).to(tl.int32)
     if EXCEPT is not None:
         if pos == EXCEPT:
             return
     decode_token(
-        out, tokens, token, ring, read, row, slot, pos, part, parts,
-        H, P, G, N, L, READ, RING, EAGER, DOTS, HEADS, BP, BL, WIDTH,
+        out, tokens, token, ring, read, asked, row, slot, pos, part, parts,
+        H, P, G, N, L, READ, RING, DOTS, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
 
@@ -144,7 +147,7 @@ def step_kernel(
     checkpoint, read_copy, layer,       # Stored; Stored or None
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
-    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, EAGER: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -159,17 +162,12 @@ def step_kernel(
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
         return
     read = checkpoint if READ_COPY is None else read_copy
-    # All loads come before the first use of any, and nothing is used before the cursor is known.
+    loaded, records = ask_early(read, ring, slot, part, H, P, G, N, L, READ, HEADS, BP, BL, WIDTH)
     pos = tl.load(cursors.pos + slot).to(tl.int32)
     ticket = Ticket(
         row, slot, pos, tl.load(cursors.flushes + slot), tl.load(cursors.sequence + slot),
         tl.load(cursors.seed + slot),
     )  # fmt: skip
-    loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
-    records = load_ring(
-        ring, slot, part, L if EAGER else pos, H, P, G, N, L, HEADS, BP, BL, WIDTH
-    )  # fmt: skip
-    tl.debug_barrier()
     if pos >= L:
         before = count_arrival(cursors, slot, True, THREADS)
         store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
@@ -350,7 +348,6 @@ def _single(
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes),
         WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
-        EAGER=launch.eager,
         THREADS=32 * launch.num_warps,
         **launch.options(),
     )

@@ -252,6 +252,26 @@ def _load_piece(
 
 
 @triton.jit
+def ask_early(
+    read, ring, slot, part,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """State and the whole ring of tile `part`, asked for before the row's cursor is: the shortest
+    way through one program. It takes registers that else hold other programs, which wait in its
+    place.
+
+    The barrier keeps the compiler from asking for a value only where it is used, or where it has
+    waited for the cursor.
+    """
+    loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
+    records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
+    tl.debug_barrier()
+    return loaded, records
+
+
+@triton.jit
 def times_C(loaded, C, N: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr):
     """`times_vector` of what `load_state` loaded with C: [R]."""
     products = ()
@@ -287,25 +307,20 @@ def flush_token(
 
 @triton.jit
 def decode_token(
-    out, tokens, token, ring, read, row, slot, pos, part, parts,
+    out, tokens, token, ring, read,
+    asked,                              # state and records, if they are on their way, or None
+    row, slot, pos, part, parts,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, RING: tl.constexpr, EAGER: tl.constexpr, DOTS: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, DOTS: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Outputs of tile `part` of a row; its share of the record enters the ring.
 
-    EAGER: all is asked for before the cursor is known, so the whole ring; the barrier keeps the
-    compiler from asking for a value only where it is used. That is the shortest way through one
-    program, and takes registers that else hold other programs, which wait in its place.
     DOTS: how tensor cores multiply C, which the token has in parts (`quantize/words.py`), with the
     records' B and with the state's E2M1 words; None: they do not. Where a state of more bits is
     what a program waits for, to ask for records first costs more than it saves (FP16: 202 instead
     of 163 us for 256 rows).
     """
-    if EAGER:
-        loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
-        records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
-        tl.debug_barrier()
     if pos < L:
         factors, met = None, None
         if DOTS is not None:
@@ -313,9 +328,11 @@ def decode_token(
             group, _, _, _, _, _, _ = tile_rows(part, H, P, G, HEADS, BP)
             ring_B = ring.B + slot * ring.B_slot + group * L * N
             met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), token[1], DOTS)
-        if not EAGER:
+        if asked is None:
             loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
             records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
+        else:
+            loaded, records = asked
         if DOTS is not None:
             y, factors = (), ()
             for i in tl.static_range(len(loaded)):
@@ -324,7 +341,8 @@ def decode_token(
         else:
             y = times_C(loaded, token[1], N, WIDTH, READ)
         answer(
-            out, tokens, token, records, row, part, y, factors, met, pos if EAGER else None,
+            out, tokens, token, records, row, part, y, factors, met,
+            None if asked is None else pos,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
