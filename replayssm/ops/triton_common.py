@@ -223,7 +223,9 @@ def precision_of(a: torch.dtype, b: torch.dtype) -> str:
         return "ieee"
     if torch.float32 not in (a, b):
         return "bf16" if a == b == torch.bfloat16 else "tf32"
-    return "bf16_terms" if b == torch.bfloat16 else "tf32x3"
+    if b == torch.bfloat16:
+        return "bf16_terms"
+    return "bf16_terms_of_b" if a == torch.bfloat16 else "tf32x3"
 
 
 def halves_of(a: torch.dtype, b: torch.dtype) -> str:
@@ -236,11 +238,28 @@ def halves_of(a: torch.dtype, b: torch.dtype) -> str:
     return "tf32_halves_of_a" if a == torch.float32 else "tf32_halves_of_b"
 
 
+def readers_times(readers: torch.dtype, state: torch.dtype) -> str:
+    """`precision_of` vectors [T, C] times the transpose of a state [R, C], for one warp that keeps
+    the vectors: BF16 takes half the registers of TF32."""
+    if not interpreted() and (readers, state) == (torch.bfloat16, torch.float16):
+        return "bf16_halves_of_b"
+    return precision_of(readers, state)
+
+
 @triton.jit
 def _leading_bits(x):
     """x cut to the eight significant bits of BF16: cheaper than rounding, and a sum of three such
     terms is as exact."""
     return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf16_terms(x):
+    """x as a sum of three BF16 numbers, the largest first."""
+    high = _leading_bits(x)
+    middle = _leading_bits(x - high)
+    low = ((x - high) - middle).to(tl.bfloat16)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low
 
 
 @triton.jit
@@ -263,7 +282,9 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
 
     "ieee" multiplies in FP32. The others use tensor cores: "bf16" and "tf32" one product of
     operands that must be exact in that format; "bf16_terms" a as a sum of three BF16 terms, which
-    is all of it, and b in BF16, which must be exact: products are then exact; "tf32x3" each operand
+    is all of it, and b in BF16, which must be exact: products are then exact, and with
+    "bf16_terms_of_b" the same the other way round; "bf16_halves_of_b" that with two terms, for a b
+    that is exact in FP16; "tf32x3" each operand
     as a sum of two TF32 terms, 2^-22 relative per product; "tf32_terms" the same with the product
     of the small terms, and cut instead of rounded, in half the instructions, for finite operands.
     "tf32_halves", "tf32_halves_of_a" and "tf32_halves_of_b": see `halves_of`; for finite operands,
@@ -272,14 +293,22 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
     elif PRECISION == "bf16_terms":
-        high = _leading_bits(a)
-        middle = _leading_bits(a - high)
-        low = ((a - high) - middle).to(tl.bfloat16)
-        high, middle = high.to(tl.bfloat16), middle.to(tl.bfloat16)
+        high, middle, low = _bf16_terms(a)
         b = b.to(tl.bfloat16)
         accumulator = tl.dot(low, b, accumulator)
         accumulator = tl.dot(middle, b, accumulator)
         return tl.dot(high, b, accumulator)
+    elif PRECISION == "bf16_terms_of_b":
+        high, middle, low = _bf16_terms(b)
+        a = a.to(tl.bfloat16)
+        accumulator = tl.dot(a, low, accumulator)
+        accumulator = tl.dot(a, middle, accumulator)
+        return tl.dot(a, high, accumulator)
+    elif PRECISION == "bf16_halves_of_b":
+        high = _leading_bits(b)
+        a, low = a.to(tl.bfloat16), (b - high).to(tl.bfloat16)
+        accumulator = tl.dot(a, low, accumulator)
+        return tl.dot(a, high.to(tl.bfloat16), accumulator)
     elif PRECISION == "tf32_terms":
         high, b_high = _tf32_bits(a), _tf32_bits(b)
         low, b_low = a - high, b - b_high  # 13 bits, of which TF32 holds 11 or more

@@ -27,6 +27,15 @@ from replayssm.ops.quantize.store import store_scales, store_tile
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import exact_dot
 
+# A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
+_FEW = tl.constexpr(16)
+
+
+@triton.constexpr_function
+def _may_be_few(BL: int) -> bool:
+    """Whether a flush asks if the first slots are all that count: products have at least 16."""
+    return BL > 16
+
 
 @triton.constexpr_function
 def is_exact(storage: Storage) -> bool:
@@ -159,6 +168,24 @@ def combine_keys(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
     KEYS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
+    """`_combine_keys` of as many slots as are needed."""
+    if _may_be_few(BL):
+        if count <= _FEW:
+            _combine_keys(
+                ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, _FEW
+            )  # fmt: skip
+        else:
+            _combine_keys(ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, BL)
+    else:
+        _combine_keys(ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, BL)
+
+
+@triton.jit
+def _combine_keys(
+    ring, mixes, slot, head, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    KEYS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
     """The solve of a head, as two matrices that its rows are multiplied by, into `mixes`.
 
     u is linear in v and S: with M = (I + A)^-1 diag(β), u = M v - M diag(e^G) K Sᵀ, for each row of
@@ -176,7 +203,7 @@ def combine_keys(
     between = decay(log_decay[None, :], log_decay[:, None])  # [BL, BL], earlier first
     system = tl.where(record[:, None] < record[None, :], between * k_k, 0.0)
     identity = tl.where(record[:, None] == record[None, :], 1.0, 0.0)
-    inverse = substitute(identity, system * beta[None, :], L, BL)
+    inverse = substitute(identity, system * beta[None, :], L if L < BL else BL, BL)
     at = mixes + record[:, None] * BL + record[None, :]
     tl.store(at, inverse * beta[:, None])
     tl.debug_barrier()
@@ -189,6 +216,33 @@ def combine_keys(
 
 @triton.jit
 def _solve_tile(
+    checkpoint, ring, mixes, room, slot, head, tile, count, AT: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    CHECKPOINT: tl.constexpr, EXACT: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """`_solve_tile_of` as many slots as are needed, those of `combine_keys`."""
+    if _may_be_few(BL):
+        if count <= _FEW:
+            _solve_tile_of(
+                checkpoint, ring, mixes, room, slot, head, tile, count, AT,
+                HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, _FEW,
+            )  # fmt: skip
+        else:
+            _solve_tile_of(
+                checkpoint, ring, mixes, room, slot, head, tile, count, AT,
+                HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, BL,
+            )  # fmt: skip
+    else:
+        _solve_tile_of(
+            checkpoint, ring, mixes, room, slot, head, tile, count, AT,
+            HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, BL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _solve_tile_of(
     checkpoint, ring, mixes, room, slot, head, tile, count, AT: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     CHECKPOINT: tl.constexpr, EXACT: tl.constexpr,
@@ -229,21 +283,40 @@ def _fold_tile(
 ):  # fmt: skip
     """One of PARTS of a tile's columns, [BV, BK / PARTS] FP32, with the records folded in. With
     more than one part, K is BK, and a row is read as so many rows, none of which has a scale."""
-    value, column, record = (
-        tile * BV + tl.arange(0, BV),
-        tl.arange(0, BK // PARTS),
-        tl.arange(0, BL),
-    )
-    in_v, past = value < V, record < count
+    value, column = tile * BV + tl.arange(0, BV), tl.arange(0, BK // PARTS)
+    in_v = value < V
     in_rows = None if V % BV == 0 else in_v
     first = (slot * HV + head) * L  # this head's oldest record
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K + part * (BK // PARTS)
     row = (head * V + value) * PARTS + part
     s = load_tile(checkpoint, slot, row, in_rows, V * PARTS, K // PARTS, BK // PARTS, CHECKPOINT)
-    k = load_rows(keys, record, K, past, column, column < K // PARTS)  # [BL, BK / PARTS]
-    log_decay = tl.cumsum(tl.load(ring.g + first + record, mask=past, other=0.0), 0)  # [BL]
-    solved = ring.u + first * V if ring.v is None else room + AT[1]
-    u = load_columns(solved, record, V, past, value, in_v)  # [BV, BL]
+    u_at = ring.u + first * V if ring.v is None else room + AT[1]
+    in_k = column < K // PARTS
+    if _may_be_few(BL):
+        if count <= _FEW:
+            s = _folded(
+                s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, _FEW
+            )
+        else:
+            s = _folded(
+                s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, BL
+            )
+    else:
+        s = _folded(s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, BL)
+    return s
+
+
+@triton.jit
+def _folded(
+    s, keys, gates, u_at, count, value, in_v, column, in_k,
+    K: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """s with the first BL slots folded in, which are all that count."""
+    record = tl.arange(0, BL)
+    past = record < count
+    k = load_rows(keys, record, K, past, column, in_k)  # [BL, columns]
+    log_decay = tl.cumsum(tl.load(gates + record, mask=past, other=0.0), 0)  # [BL]
+    u = load_columns(u_at, record, V, past, value, in_v)  # [BV, BL]
     return fold_records(s, u, k, log_decay, FULL, BL)
 
 

@@ -81,6 +81,40 @@ def flush_tile(
     rate = tl.load(A + head, mask=in_heads, other=0.0)
     ring_B = ring.B + slot * ring.B_slot + group * L * N + n
     ring_dt = ring.dt + slot * ring.dt_slot + head * L
+    states = values_of_pieces(loaded, N, WIDTH, CHECKPOINT)
+    # A window's ring has more slots than are committed when it is flushed at the end of L tokens;
+    # products have at least 16.
+    FEW: tl.constexpr = 16
+    if BL > FEW:
+        if pos <= FEW:
+            states = _folded(
+                states, rate, ring_B, ring_dt, ring, slot, part, pos, in_heads, n,
+                H, P, G, N, L, RING, PRECISION, HEADS, BP, FEW,
+            )  # fmt: skip
+        else:
+            states = _folded(
+                states, rate, ring_B, ring_dt, ring, slot, part, pos, in_heads, n,
+                H, P, G, N, L, RING, PRECISION, HEADS, BP, BL,
+            )  # fmt: skip
+    else:
+        states = _folded(
+            states, rate, ring_B, ring_dt, ring, slot, part, pos, in_heads, n,
+            H, P, G, N, L, RING, PRECISION, HEADS, BP, BL,
+        )  # fmt: skip
+    write_state(
+        states, checkpoint, read_copy, cursors, layer, ticket, part,
+        H, P, G, N, CHECKPOINT, READ_COPY, HEADS, BP, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _folded(
+    states, rate, ring_B, ring_dt, ring, slot, part, pos, in_heads, n,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """The states with the first BL slots folded in, which are all that count."""
     dt = load_past(ring_dt, 1, in_heads, pos, BL, FP32_RECORDS)  # [BL, HEADS]
     B = past_of(load_records(ring_B, N, n < N, pos, BL), None, RING, PRECISION)  # [BL, WIDTH]
     records = load_x_records(ring, slot, part, pos, H, P, G, L, HEADS, BP, BL)
@@ -88,12 +122,7 @@ def flush_tile(
     for i in tl.static_range(len(records)):
         xs = xs + (past_of(records[i], None, RING),)  # [BL, R]
     log_decay = prefix_sums(rate[None, :] * dt)
-    states = values_of_pieces(loaded, N, WIDTH, CHECKPOINT)
-    states = fold(states, xs, B, dt, log_decay, last(log_decay), PRECISION)
-    write_state(
-        states, checkpoint, read_copy, cursors, layer, ticket, part,
-        H, P, G, N, CHECKPOINT, READ_COPY, HEADS, BP, WIDTH,
-    )  # fmt: skip
+    return fold(states, xs, B, dt, log_decay, last(log_decay), PRECISION)
 
 
 def flush(

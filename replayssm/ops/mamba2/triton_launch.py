@@ -85,7 +85,7 @@ _TABLE = {
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
-    "window": {32: (64, 4, None), 16: (64, 4, None), 8: (64, 4, None), 4: (64, 4, None)},
+    "window": {32: (16, 1, 168), 16: (32, 1, 168), 8: (32, 1, 168), 4: (64, 1, 168)},
 }
 
 # Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.
@@ -104,15 +104,18 @@ def default_launch(
     bits = policy.read_storage.code_bits
     few = is_few(sizes, batch) and kernel in ("decode", "step")
     rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
-    # A P that is no power of two is cut where that leaves no idle lanes; a window, whose products
-    # want tall tiles, and a writer of scales per head take whole heads.
+    if kernel == "window":
+        block_p = min(rows, triton.next_power_of_2(sizes["P"]))
+        heads = 4 if batch * sizes["H"] >= 4096 else 1
+        return Launch(
+            block_p=max(16, block_p), heads=heads, num_warps=1, num_stages=1, maxnreg=maxnreg
+        )
+    # A P that is no power of two is cut where that leaves no idle lanes; a writer of scales per
+    # head takes whole heads.
     block_p = sizes["P"] & -sizes["P"]
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
-    if block_p < 16 or kernel == "window" or writes_head_scales:
+    if block_p < 16 or writes_head_scales:
         block_p = max(16, triton.next_power_of_2(sizes["P"]))
-    if kernel == "window":
-        loop = 16 if batch * sizes["H"] >= 4096 else 4
-        return Launch(block_p=block_p, loop=loop, num_warps=8 if block_p > 64 else num_warps)
     if not writes_head_scales:
         block_p = min(block_p, rows) if sizes["P"] % min(block_p, rows) == 0 else block_p
     runs = sizes["H"] // sizes["G"] * triton.cdiv(sizes["P"], block_p)
@@ -157,12 +160,6 @@ def slots(sizes: Sizes) -> int:
 def width(sizes: Sizes, *copies: Quantized | None) -> int:
     """Columns of a state tile that suits all copies."""
     return max(tile_width(sizes["N"], reading(copy)) for copy in copies if copy is not None)
-
-
-def pieces(sizes: Sizes, read: Quantized, width: int, piece: int = 32) -> int:
-    """Into how many parts of at least `piece` columns products over N can be cut."""
-    least = max(piece, tile_width(1, reading(read)))
-    return width // least if sizes["N"] == width and width > least else 1
 
 
 def reading(quantized: Quantized) -> Storage:

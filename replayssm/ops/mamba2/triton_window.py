@@ -20,14 +20,19 @@ from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
-    FP32_RECORDS,
     decay,
     load_and_append,
-    tile_rows,
 )
 from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_unscaled, row_factor
-from replayssm.ops.triton_common import Cursors, exact_dot, prefix_sums
+from replayssm.ops.quantize.operand import (
+    in_order,
+    load_operand,
+    load_readers,
+    piece_of,
+    plain_piece,
+)
+from replayssm.ops.quantize.tiles import row_factor
+from replayssm.ops.triton_common import Cursors, exact_dot, readers_times
 from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
 
@@ -39,89 +44,91 @@ def window_kernel(
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     T: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr,
     D_PER_CHANNEL: tl.constexpr,
-    BC: tl.constexpr, SC: tl.constexpr, XW: tl.constexpr,  # precisions of the three products
-    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
-    WIDTH: tl.constexpr, PIECES: tl.constexpr, LOOP: tl.constexpr,
+    CB: tl.constexpr, CS: tl.constexpr, WX: tl.constexpr,  # precisions of the three products
+    BP: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
+    PIECE: tl.constexpr, RING_PIECE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a row / LOOP, B); HEADS is 1, LOOP tiles belong to one group.
+    """Grid (H / HEADS, B): HEADS heads of one group, one after the other, in tiles of BP rows.
 
-    Products over N are taken in PIECES, which bounds the registers an operand takes.
+    For one warp, which waits for no other: many of them hide what each waits for. Tokens are rows
+    of every product, so that weights [BT, BL] are an operand as they come out of one, and a state
+    is an operand as it is loaded (`in_order`). Products over N are taken in PIECES.
     """
     row = tl.program_id(1)
     slot = tl.load(cursors.slots + row).to(tl.int64)
-    first = tl.program_id(0) * LOOP
+    first = tl.program_id(0) * HEADS
     t, record = tl.arange(0, BT), tl.arange(0, BL)
+    outputs = out + (row * T + t[:, None]) * (H * P)
     if slot < 0:
-        for i in range(LOOP):
-            _, _, _, head_of, p, _, in_tile = tile_rows(first + i, H, P, G, HEADS, BP)
-            at = out + (row * T + t[None, :]) * (H * P) + (head_of * P + p)[:, None]
-            tl.store(at, 0.0, mask=(t < T)[None, :] & in_tile[:, None])
+        for i in range(HEADS):
+            for tile in range((P + BP - 1) // BP):
+                p = tile * BP + tl.arange(0, BP)
+                mask = (t < T)[:, None] & (p < P)[None, :]
+                tl.store(outputs + ((first + i) * P + p)[None, :], 0.0, mask=mask)
         return
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    PIECE: tl.constexpr = WIDTH // PIECES
-    PIECE_N: tl.constexpr = N // PIECES
-
-    group = first // (tl.num_programs(0) * LOOP // G)
-    starts_group = first % (tl.num_programs(0) * LOOP // G) == 0
+    group = first // (H // G)
     new_B = tokens.B + row * tokens.B_row + group * N
     new_C = tokens.C + row * tokens.C_row + group * N
-    bc = tl.zeros([BL, BT], tl.float32)
-    for piece in tl.static_range(PIECES):
-        n = piece * PIECE + tl.arange(0, PIECE)
+    c_b = tl.zeros([BT, BL], tl.float32)
+    for piece in tl.static_range((N + RING_PIECE - 1) // RING_PIECE):
+        n = piece * RING_PIECE + tl.arange(0, RING_PIECE)
         B = load_and_append(
             ring.B + slot * ring.B_slot + group * L * N + n, N, new_B + n, tokens.B_token,
-            n < N, pos, starts_group, T, L, BL, RING,
+            n < N, pos, first % (H // G) == 0, T, L, BL, RING,
         )  # fmt: skip
-        bc = exact_dot(B, _load_columns(new_C, n, t, tokens.C_token, N, T), bc, BC)
-    causal = (record[:, None] <= pos + t[None, :]) & (t < T)[None, :]
-    bc = tl.where(causal, bc, 0.0)  # [BL, BT]
+        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, RING_PIECE)
+        c_b = exact_dot(C, tl.trans(in_order(B)), c_b, CB)
+    PIECES: tl.constexpr = (N + PIECE - 1) // PIECE
+    C_parts = ()
+    for piece in tl.static_range(PIECES):
+        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, PIECE)
+        C_parts = C_parts + (C,)
+    causal = (record[None, :] <= pos + t[:, None]) & (t < T)[:, None]
+    c_b = tl.where(causal, c_b, 0.0)
+    is_now = record[None, :] == pos + t[:, None]
 
-    for i in range(LOOP):
-        _, first_p, head, head_of, p, in_heads, in_tile = tile_rows(first + i, H, P, G, HEADS, BP)
-        in_rows = None if P % BP == 0 else in_tile
-        state_row = head_of * P + p
-        new_x = tokens.x + row * tokens.x_row + state_row
-        dt = load_and_append(
-            ring.dt + slot * ring.dt_slot + head * L, 1,
-            tokens.dt + row * tokens.dt_row + head, tokens.dt_token,
-            in_heads, pos, first_p == 0, T, L, BL, FP32_RECORDS,
-        )  # fmt: skip
-        x = load_and_append(
-            ring.x + slot * ring.x_slot + head_of * L * P + p, P, new_x, tokens.x_token,
-            in_tile, pos, True, T, L, BL, RING,
-        )  # fmt: skip
-        rate = tl.load(A + head, mask=in_heads, other=0.0)
-        log_decay = prefix_sums(rate[None, :] * dt)  # [BL, 1]
-        is_now = record[:, None] == pos + t[None, :]
-        now = tl.sum(tl.where(is_now, log_decay, 0.0), 0)[None, :]  # [1, BT], one term each
-
-        y = tl.zeros([BP, BT], tl.float32)
-        for piece in tl.static_range(PIECES):
-            # A row of N is PIECES rows of N / PIECES.
-            state = load_unscaled(
-                read, slot, state_row * PIECES + piece, in_rows, PIECE_N, PIECE, READ
-            )
-            n = piece * PIECE + tl.arange(0, PIECE)
-            y = exact_dot(state, _load_columns(new_C, n, t, tokens.C_token, N, T), y, SC)
-        y *= row_factor(read, slot, state_row, in_rows, P, READ)[:, None] * decay(now, 0.0)
-        weights = bc * decay(now, log_decay) * dt
-        y = exact_dot(tl.trans(x), weights, y, XW)
-        token = (t < T)[None, :] & in_tile[:, None]
-        if tokens.D is not None:
-            skip = tl.load(
-                tokens.D + (state_row if D_PER_CHANNEL else head_of), mask=in_tile, other=0
-            )
-            raw = tl.load(new_x[:, None] + t[None, :] * tokens.x_token, mask=token, other=0)
-            y += skip.to(tl.float32)[:, None] * raw.to(tl.float32)
-        y = tl.where(pos + T <= L, y, float("nan"))
-        tl.store(out + (row * T + t[None, :]) * (H * P) + state_row[:, None], y, mask=token)
-
-
-@triton.jit
-def _load_columns(base, n, t, pitch, N: tl.constexpr, T: tl.constexpr):
-    """FP32 [n, t] of vectors of N elements, one a token, `pitch` apart; 0 outside."""
-    at = base + t[None, :] * pitch + n[:, None]
-    return tl.load(at, mask=(t < T)[None, :] & (n < N)[:, None], other=0).to(tl.float32)
+    for i in range(HEADS):
+        head = first + i
+        dt = tl.load(
+            ring.dt + slot * ring.dt_slot + head * L + record, mask=record < pos, other=0.0
+        )
+        new_dt = tokens.dt + row * tokens.dt_row + head + (record - pos) * tokens.dt_token
+        is_new = (record >= pos) & (record < tl.minimum(pos + T, L))
+        new_dt = tl.load(new_dt, mask=is_new, other=0.0)
+        tl.store(ring.dt + slot * ring.dt_slot + head * L + record, new_dt, mask=is_new)
+        dt = tl.where(is_new, new_dt, dt)
+        log_decay = tl.cumsum(tl.load(A + head) * dt, 0)[None, :]
+        now = tl.sum(tl.where(is_now, log_decay, 0.0), 1)[:, None]  # [BT, 1], one term each
+        weights = c_b * decay(now, log_decay) * dt[None, :]
+        from_state = decay(now, 0.0)
+        for tile in range((P + BP - 1) // BP):
+            p = tile * BP + tl.arange(0, BP)
+            in_p = p < P
+            in_rows = None if P % BP == 0 else in_p
+            state_row = head * P + p
+            pieces = ()
+            for piece in tl.static_range(PIECES):
+                part = load_operand(read, slot, state_row, in_rows, piece, N, PIECE, READ)
+                pieces = pieces + (part,)  # [BP, PIECE]
+            factor = row_factor(read, slot, state_row, in_rows, P, READ)
+            new_x = tokens.x + row * tokens.x_row + state_row
+            x = load_and_append(
+                ring.x + slot * ring.x_slot + head * L * P + p, P, new_x, tokens.x_token,
+                in_p, pos, True, T, L, BL, RING,
+            )  # fmt: skip
+            token = (t < T)[:, None] & in_p[None, :]
+            y = tl.zeros([BT, BP], tl.float32)
+            for piece in tl.static_range(PIECES):
+                y = exact_dot(C_parts[piece], tl.trans(pieces[piece]), y, CS)
+            y = exact_dot(weights, x, y * factor[None, :] * from_state, WX)
+            if tokens.D is not None:
+                skip = tokens.D + (state_row if D_PER_CHANNEL else state_row * 0 + head)
+                skip = tl.load(skip, mask=in_p, other=0)
+                raw = tl.load(new_x[None, :] + t[:, None] * tokens.x_token, mask=token, other=0)
+                y += skip.to(tl.float32)[None, :] * raw.to(tl.float32)
+            y = tl.where(pos + T <= L, y, float("nan"))
+            tl.store(outputs + state_row[None, :], y, mask=token)
 
 
 def window(
@@ -142,10 +149,8 @@ def window(
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=count)
     launch = launch or triton_launch.default_launch("window", policy, sizes, inputs.x.shape[0])
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    tiles = triton_launch.tiles(sizes, launch)
-    loop = math.gcd(launch.loop, tiles // sizes["G"])
-    width = triton_launch.width(sizes, read)
-    window_kernel[(tiles // loop, inputs.x.shape[0])](
+    heads = math.gcd(launch.heads, sizes["H"] // sizes["G"])
+    window_kernel[(sizes["H"] // heads, inputs.x.shape[0])](
         out,
         triton_launch.tokens(inputs),
         inputs.A,
@@ -157,15 +162,15 @@ def window(
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
-        BC=triton_launch.precision(policy, ring["B"].dtype, inputs.C.dtype),
-        SC=triton_launch.precision(policy, unscaled_dtype(read), inputs.C.dtype),
-        XW=triton_launch.precision(policy, ring["x"].dtype, torch.float32),
-        **launch.tile(sizes),
+        CB=triton_launch.precision(policy, inputs.C.dtype, ring["B"].dtype),
+        CS=readers_times(inputs.C.dtype, unscaled_dtype(read)),
+        WX=triton_launch.precision(policy, torch.float32, ring["x"].dtype),
+        BP=launch.block_p,
         BL=triton_launch.slots(sizes),
         BT=max(16, triton.next_power_of_2(count)),
-        WIDTH=width,
-        PIECES=triton_launch.pieces(sizes, read, width),
-        LOOP=loop,
+        PIECE=piece_of(triton_launch.reading(read), sizes["N"]),
+        RING_PIECE=plain_piece(8 * ring["B"].itemsize),
+        HEADS=heads,
         **launch.options(),
     )
     return out
