@@ -20,6 +20,7 @@ from torch import Tensor
 
 from replayssm.formats.codec import Quantized
 
+_ARRIVALS = 256  # counters of a slot, as `ops/triton_common.Cursors` has them
 _PER_ROW = ("pos", "flushes", "sequence", "seed", "saturated", "not_finite")
 
 
@@ -121,7 +122,7 @@ class ReplayCache:
             "checkpoint": list(self.checkpoint.tensors().values()),
             "read_copy": read_copy,
             "ring": list(self.ring.values()),
-            "cursors": [slots, *cursors, torch.zeros_like(slots)],
+            "cursors": [slots, *cursors, slots.new_zeros(self.batch, _ARRIVALS)],
         }
 
     def clone(self) -> ReplayCache:

@@ -32,7 +32,7 @@ class Cursors(NamedTuple):
     seed: Tensor  # [S] int64, in [0, 2^32)
     saturated: Tensor  # [S] int64: elements saturated on writing, summed over writes and copies
     not_finite: Tensor  # [S] int64: elements written that were Inf or NaN, counted once a write
-    arrivals: Tensor  # [S] int32: zero between launches
+    arrivals: Tensor  # [S, 256] int32, from `new_arrivals`: zero between launches
 
 
 def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
@@ -46,8 +46,18 @@ def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
         seed=seed,
         saturated=zero.clone(),
         not_finite=zero.clone(),
-        arrivals=zero.to(torch.int32),
+        arrivals=new_arrivals(zero),
     )
+
+
+MOST_COUNTED_HEADS = 255
+_ARRIVALS = tl.constexpr(1 + MOST_COUNTED_HEADS)  # of a slot: of its row's programs, of each head's
+
+
+def new_arrivals(per_slot: Tensor) -> Tensor:
+    """Counters for as many slots as `per_slot` [S] has, on its device."""
+    size = len(per_slot), _ARRIVALS.value
+    return torch.zeros(size, dtype=torch.int32, device=per_slot.device)
 
 
 def commit(cursors: Cursors, accepted: Tensor) -> None:
@@ -184,7 +194,8 @@ def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
     tl.debug_barrier()
     thread = tl.arange(0, THREADS)  # addresses differ, or the compiler makes all wait for the first
     first = ((thread == 0) & counts) != 0  # Triton 3.9's interpreter wants a comparison here
-    return tl.atomic_add(cursors.arrivals + slot + thread, 1, mask=first, sem="relaxed")
+    at = cursors.arrivals + slot * _ARRIVALS + thread
+    return tl.atomic_add(at, 1, mask=first, sem="relaxed")
 
 
 @triton.jit
@@ -194,10 +205,23 @@ def move_if_last(cursors, slot, before, programs, pos, flushes, THREADS: tl.cons
     thread = tl.arange(0, THREADS)
     last = (thread == 0) & (before == programs - 1)
     at = slot + thread
-    tl.store(cursors.arrivals + at, 0, mask=last)
+    tl.store(cursors.arrivals + slot * _ARRIVALS + thread, 0, mask=last)
     tl.store(cursors.pos + at, pos, mask=last)
     if flushes is not None:
         tl.store(cursors.flushes + at, flushes, mask=last)
+
+
+@triton.jit
+def is_last_of_head(cursors, slot, head, programs):
+    """Counts a program of a head, of which there are so many, with all that it has stored; whether
+    the others had been counted, and what they stored can be read. Heads: 255 at most."""
+    tl.debug_barrier()
+    at = cursors.arrivals + slot * _ARRIVALS + 1 + head
+    is_last = tl.atomic_add(at, 1) == programs - 1
+    if is_last:
+        tl.store(at, 0)
+    tl.debug_barrier()
+    return is_last
 
 
 @triton.jit

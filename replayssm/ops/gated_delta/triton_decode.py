@@ -38,9 +38,10 @@ from replayssm.ops.gated_delta.triton_launch import (
     token_argument,
     writes,
 )
-from replayssm.ops.gated_delta.triton_token import one_token
+from replayssm.ops.gated_delta.triton_token import load_token, one_token
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
+    MOST_COUNTED_HEADS,
     Cursors,
     Ticket,
     count_arrival,
@@ -75,12 +76,18 @@ def decode_kernel(
     """Grid (tiles of V, HV, B). Constants: `one_token`."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
+    token = None
+    if AHEAD:
+        token = load_token(
+            tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS
+        )
+        tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
         _no_token(out, row, tile, head, HV, V, BV)
         return
     count = tl.load(cursors.pos + slot).to(tl.int32)
     one_token(
-        out, tokens, ring, cursors, read, row, slot, count, tile, head,
+        out, tokens, token, ring, cursors, read, row, slot, count, tile, head,
         HK, HV, K, V, L, READ, PRODUCTS, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
 
@@ -98,9 +105,11 @@ def step_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     READ: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,
+    SHARED: tl.constexpr,
     KEYS: tl.constexpr,
     FULL: tl.constexpr,
     EXACT: tl.constexpr,
@@ -122,14 +131,16 @@ def step_kernel(
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(cursors.slots + row).to(tl.int64)
+    token = load_token(tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS)
+    tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
         _no_token(out, row, tile, head, HV, V, BV)
         return
     pos = tl.load(cursors.pos + slot)
     programs = tl.num_programs(0) * tl.num_programs(1)
     before = one_token(
-        out, tokens, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
-        HK, HV, K, V, L, READ, None, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        out, tokens, token, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
+        HK, HV, K, V, L, READ, PRODUCTS, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
     if pos != L - 1:
         move_if_last(cursors, slot, before, programs, pos + 1, None, THREADS)
@@ -139,13 +150,15 @@ def step_kernel(
         sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
         ticket = Ticket(row.to(tl.int32), slot, pos.to(tl.int32) + 1, flushes, sequence, seed)
         if room is not None:
-            program = (row * HV + head) * tl.num_programs(0) + tile
+            program = row * HV + head
+            if not SHARED:
+                program = program * tl.num_programs(0) + tile
             SOLVES: tl.constexpr = ring.v is not None
             SIZE: tl.constexpr = room_for(SOLVES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
             room += program * SIZE
         fold_and_write(
             checkpoint, read_copy, layer, ring, cursors, None, room, ticket, head, tile,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, SHARED, KEYS, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
         before = count_arrival(cursors, slot, flushes >= 0, THREADS)
@@ -187,10 +200,8 @@ def decode(
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     batch = len(cursors.slots)
-    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (ring.k, inputs.k, inputs.q))
-    kernel = "decode_bf16" if bf16 else "decode"
+    kernel = "decode_bf16" if _are_bf16(ring, inputs) else "decode"
     launch = launch or default_launch(kernel, policy, constants, batch)
-    alone = launch.num_warps == 1 and not launch.ahead and constants["K"] % 32 == 0
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], batch)](
         out,
@@ -199,8 +210,7 @@ def decode(
         cursors,
         stored(read),
         **constants,
-        **_reading(policy, ring, constants),
-        PRODUCTS=precision_of(ring.k.dtype, inputs.q.dtype) if bf16 and alone else None,
+        **_reading(policy, ring, constants, inputs, launch),
         AHEAD=launch.ahead,
         **launch.options(),
         BV=launch.block_v,
@@ -230,8 +240,7 @@ def step(
     result and errors as in `decode` and `flush`.
 
     Raises:
-        ValueError: also where one kernel is asked for and has no launch for so many rows, or is to
-            cut a head that has a scale into tiles.
+        ValueError: also where one kernel is asked for and has no launch for so many rows.
     """
     storages = writes(policy, checkpoint, read_copy)
     read = checkpoint if read_copy is None else read_copy
@@ -252,17 +261,19 @@ def step(
             f"single: {len(cursors.slots)} rows of {constants['HV']} heads are too many for one "
             "kernel unless `launch` says how"
         )
-    if scales_heads(policy) and launch.tiles(constants) > 1:  # every tile would fold the head
-        raise ValueError(
-            f"single: block_v is {launch.block_v}; where a copy has a scale per head, a tile must "
-            f"have all of its {constants['V']} rows"
-        )
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
+    shared = scales_heads(policy) and launch.tiles(constants) > 1
+    if shared and constants["HV"] > MOST_COUNTED_HEADS:
+        raise ValueError(
+            f"single: {constants['HV']} heads, at most {MOST_COUNTED_HEADS} may be cut into tiles "
+            "where a copy has a scale per head"
+        )
     options = {
         **constants,
         **storages,
         **folding(policy, records, constants, launch),
+        "SHARED": shared,
     }
     step_kernel[grid](
         out,
@@ -273,20 +284,38 @@ def step(
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,
-        room_of(records, math.prod(grid), options, combines=records.v is not None),
+        room_of(
+            records,
+            math.prod(grid[1:] if shared else grid),
+            options,
+            combines=records.v is not None,
+        ),
         **options,
-        **_reading(policy, records, constants),
+        **_reading(policy, records, constants, inputs, launch),
         THREADS=32 * launch.num_warps,
         **launch.options(*storages.values()),
     )
     return out
 
 
-def _reading(policy: PrecisionPolicy, ring: Ring, constants: Mapping[str, int]) -> dict:
-    """Constants of `one_token`: storage, and columns that are read at a time."""
+def _are_bf16(ring: Ring, inputs: GatedDeltaInputs) -> bool:
+    return all(tensor.dtype == torch.bfloat16 for tensor in (ring.k, inputs.k, inputs.q))
+
+
+def _reading(
+    policy: PrecisionPolicy,
+    ring: Ring,
+    constants: Mapping[str, int],
+    inputs: GatedDeltaInputs,
+    launch: Launch,
+) -> dict:
+    """Constants of `one_token`: storage, kind of products, columns that are read at a time."""
     columns = line_columns(8 * ring.k.element_size())
+    alone = launch.num_warps == 1 and constants["K"] % 32 == 0
+    multiplies = alone and _are_bf16(ring, inputs)
     return {
         "READ": policy.read_storage,
+        "PRODUCTS": precision_of(ring.k.dtype, inputs.q.dtype) if multiplies else None,
         "COLUMNS": state_columns(policy, constants),
         "KEY_COLUMNS": min(columns, power_of_two(constants["K"])),
     }

@@ -122,7 +122,7 @@ def flush_kernel(
             of_head = mixes + work // SHARES * mixes_size(BK, BL)
         fold_and_write(
             checkpoint, read_copy, layer, ring, cursors, of_head, room, ticket, head, first,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, KEYS, FULL, EXACT,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, False, KEYS, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
         if room is not None:

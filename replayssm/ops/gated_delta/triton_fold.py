@@ -25,7 +25,7 @@ from replayssm.ops.quantize.layout import scales_of
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_scales, store_tile
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import exact_dot
+from replayssm.ops.triton_common import exact_dot, is_last_of_head
 
 # A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
 _FEW = tl.constexpr(16)
@@ -89,6 +89,7 @@ def fold_and_write(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,  # a copy has a scale per head: all of its tiles are folded, not one
+    SHARED: tl.constexpr,  # by programs that fold a tile each; the last one rounds them all
     KEYS: tl.constexpr,  # precision of k times k
     FULL: tl.constexpr,  # of u times k
     EXACT: tl.constexpr,  # of FP32 times FP32
@@ -105,8 +106,11 @@ def fold_and_write(
     Where a copy has a scale per head, tiles are folded one after the other, then scales chosen for
     all their blocks, then the tiles written. All of a head at once would leave a multiprocessor to
     one program, whose loads, products and stores would take turns.
+
+    SHARED, `room` is the head's: every program finds what the rows have in common, the same bits.
     """
-    EACH: tl.constexpr = (V + BV - 1) // BV if WHOLE else 1
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    EACH: tl.constexpr = TILES if WHOLE and not SHARED else 1
     SOLVES: tl.constexpr = ring.v is not None
     COMBINES: tl.constexpr = SOLVES and mixes is None
     AT: tl.constexpr = room_for(COMBINES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
@@ -123,7 +127,8 @@ def fold_and_write(
         tl.debug_barrier()
     if WHOLE:
         amax = head * 0
-        for tile in tl.range(EACH, disable_licm=True):
+        for i in tl.range(EACH, disable_licm=True):
+            tile = first + i
             for part in tl.range(BK // FOLDED, disable_licm=True):
                 s = _fold_tile(
                     checkpoint, ring, room, slot, head, tile, count, AT,
@@ -135,18 +140,17 @@ def fold_and_write(
                     V, K, CHECKPOINT, BV, BK, BK // FOLDED, part,
                 )  # fmt: skip
                 amax = tl.maximum(amax, peak)
-        tl.debug_barrier()
-        READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
-        read = checkpoint if READ_COPY is None else read_copy
-        may_overflow = amax < 0
-        if chooses_ahead(READ):
-            may_overflow = _choose_scales(room, read, slot, head, amax, AT, V, K, READ, BK)
+        if not SHARED:
             tl.debug_barrier()
-        ROWS: tl.constexpr = ROUNDED if ROUNDED < BV else BV
-        for tile in tl.range((V + ROWS - 1) // ROWS, disable_licm=True):
-            _write_kept(
-                room, checkpoint, read_copy, cursors, layer, ticket, head, tile, amax, may_overflow,
-                AT, V, K, CHECKPOINT, READ_COPY, ROWS, BK,
+            _write_head(
+                room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
+                AT, V, K, CHECKPOINT, READ_COPY, BV, ROUNDED, BK,
+            )  # fmt: skip
+        elif is_last_of_head(cursors, slot, head, TILES):
+            amax = _largest_kept(room, AT, V, BK)
+            _write_head(
+                room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
+                AT, V, K, CHECKPOINT, READ_COPY, BV, ROUNDED, BK,
             )  # fmt: skip
     else:
         s = _fold_tile(
@@ -353,6 +357,44 @@ def _keep_tile(
 
 
 @triton.jit
+def _write_head(
+    room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
+    AT: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    BV: tl.constexpr, ROUNDED: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Choose a head's scales and round all of its tiles, which were kept; amax: the pattern of
+    their largest magnitude."""
+    READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
+    read = checkpoint if READ_COPY is None else read_copy
+    may_overflow = amax < 0
+    if chooses_ahead(READ):
+        may_overflow = _choose_scales(room, read, ticket.slot, head, amax, AT, V, K, READ, BK)
+        tl.debug_barrier()
+    ROWS: tl.constexpr = ROUNDED if ROUNDED < BV else BV
+    for tile in tl.range((V + ROWS - 1) // ROWS, disable_licm=True):
+        _write_kept(
+            room, checkpoint, read_copy, cursors, layer, ticket, head, tile, amax, may_overflow,
+            AT, V, K, CHECKPOINT, READ_COPY, ROWS, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _magnitudes_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
+    """Where the largest magnitudes of a head's blocks are kept, and their patterns."""
+    value, block = tl.arange(0, triton.next_power_of_2(V)), tl.arange(0, BK // 16)
+    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
+    kept = tl.load(at, mask=(value < V)[:, None], other=0.0)
+    return at, kept.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _largest_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
+    _, magnitudes = _magnitudes_kept(room, AT, V, BK)
+    return tl.max(magnitudes)
+
+
+@triton.jit
 def _choose_scales(
     room, read, slot, head, amax, AT: tl.constexpr,
     V: tl.constexpr, K: tl.constexpr, READ: tl.constexpr, BK: tl.constexpr,
@@ -360,10 +402,9 @@ def _choose_scales(
     """Block scales of a head from the magnitudes in `room`, which they replace; whether a code may
     overflow under them."""
     ROWS: tl.constexpr = triton.next_power_of_2(V)
-    value, block = tl.arange(0, ROWS), tl.arange(0, BK // 16)
+    value = tl.arange(0, ROWS)
     in_rows = None if V == ROWS else value < V
-    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
-    largest = tl.load(at, mask=(value < V)[:, None], other=0.0).to(tl.int32, bitcast=True)
+    at, largest = _magnitudes_kept(room, AT, V, BK)
     scales, may_overflow = store_scales(
         largest, amax, read, slot, head * V + value, in_rows, V, K, BK, READ
     )

@@ -123,9 +123,9 @@ _FEWEST_PROGRAMS = 256
 # multiprocessor. More of smaller tiles would gain nothing.
 _IN_TURN = Launch(block_v=64, num_warps=4, num_stages=1, maxnreg=168)
 # With few rows `decode` and `step` wait for memory and for each other, not for issue slots: many
-# warps share a small tile, or a head that has a scale. As many programs as an H200 holds at a time.
+# warps share a small tile. As many programs as an H200 holds at a time.
 _FEW = Launch(block_v=16, num_warps=4, ahead=True)
-_FEW_PROGRAMS, _FEW_HEADS, _MOST_ROWS = 1024, 132, 128
+_FEW_PROGRAMS = 1024
 
 
 def default_launch(
@@ -167,12 +167,7 @@ def single_launch(
 ) -> Launch | None:
     """How one kernel does all of a step, or None where there are so many rows that several do it
     faster."""
-    launch, most = _FEW, _FEW_PROGRAMS
-    if scales_heads(policy):
-        whole = power_of_two(constants["V"])
-        launch = Launch(block_v=whole, num_warps=max(1, min(8, whole // 16)))
-        most = _FEW_HEADS if whole <= _MOST_ROWS else 0
-    return launch if _programs(launch, constants, rows) <= most else None
+    return _FEW if _programs(_FEW, constants, rows) <= _FEW_PROGRAMS else None
 
 
 def _programs(launch: Launch, constants: Mapping[str, int], rows: int) -> int:

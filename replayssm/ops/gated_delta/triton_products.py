@@ -50,10 +50,12 @@ def load_both(k_at, q_at, K: tl.constexpr):
 
 
 @triton.jit
-def load_keys(keys, k_at, record, past, newest, K: tl.constexpr):
-    """Committed keys in parts [BL, 32], BF16, and k where `newest`; the rest is zero."""
-    base = tl.where(newest, k_at, keys + record * K)
-    mask = (past | newest)[:, None]
+def load_keys(keys, k_at, record, asked, newest, K: tl.constexpr):
+    """Keys that are `asked` for in parts [BL, 32], BF16, and k, unless that is None, where
+    `newest`; the rest is zero."""
+    base, mask = keys + record * K, asked[:, None]
+    if k_at is not None:
+        base, mask = tl.where(newest, k_at, base), (asked | newest)[:, None]
     parts = ()
     for part in tl.static_range(K // 32):
         at = base[:, None] + part_columns(part, K)[None, :]

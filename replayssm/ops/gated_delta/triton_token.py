@@ -22,7 +22,6 @@ from replayssm.ops.gated_delta.triton_tiles import (
     decay,
     last,
     load_rows,
-    load_vector,
 )
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.tiles import (
@@ -36,9 +35,54 @@ from replayssm.ops.triton_common import count_arrival
 
 
 @triton.jit
+def load_token(
+    tokens, row, head,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, READ: tl.constexpr,
+    PRODUCTS: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """All of a token that depends on no cursor, as it lies, for `one_token`: k and q as the ring's
+    keys meet them, and as the state does, g and beta.
+
+    Each comes from memory in the layout that needs it: a vector that changes its layout goes
+    through shared memory.
+    """
+    key_head = head // (HV // HK)
+    k_at = tokens.k + row * tokens.k_row + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
+    g = tl.load(tokens.g + row * tokens.g_row + head)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    if PRODUCTS is None:
+        of_keys = ()
+        for start in tl.static_range(0, K, KEY_COLUMNS):
+            column = start + tl.broadcast_to(tl.arange(0, KEY_COLUMNS)[None, :], [BL, KEY_COLUMNS])
+            of_keys = of_keys + (_load_pair(k_at, q_at, column, K),)
+    else:
+        of_keys = load_both(k_at, q_at, K)
+    if not reads_words(READ, K):
+        of_state = ()
+        for start in tl.static_range(0, K, COLUMNS):
+            of_state = of_state + (_load_pair(k_at, q_at, start + tl.arange(0, COLUMNS), K),)
+    elif PRODUCTS is not None and has_groups(READ, K):
+        of_state = of_keys
+    else:
+        of_state = (load_eighths(k_at, K, BK // 8), load_eighths(q_at, K, BK // 8))
+    return of_keys, of_state, g, beta, _load_pair(k_at, q_at, tl.arange(0, BK), K)
+
+
+@triton.jit
+def _load_pair(k_at, q_at, column, K: tl.constexpr):
+    in_k = column < K
+    return tl.load(k_at + column, mask=in_k, other=0.0), tl.load(
+        q_at + column, mask=in_k, other=0.0
+    )
+
+
+@triton.jit
 def one_token(
     out,  # [B, HV, V] FP32
     tokens,  # Tokens
+    token,  # from `load_token`; None without AHEAD
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
@@ -70,8 +114,11 @@ def one_token(
 
     The state, whose place depends on the slot alone, is asked for first; then what depends on the
     cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
-    With few rows memory is idle and time is latency: AHEAD reads all L slots of the ring while the
-    cursor is still on its way, and leaves out those past it afterwards.
+    With few rows memory is idle and time is latency: AHEAD takes two trips to memory, one for the
+    token and the slot, one for all that lies at the slot. It reads all L slots of the ring while
+    the cursor is still on its way, and leaves out those past it afterwards. Compilers like to
+    compute between loads, and then to wait for some before they ask for others; what is behind a
+    branch that depends on the cursor stays there.
     Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
     and warps meet once for both. Vectors come from memory in the layout that needs them.
     """
@@ -86,9 +133,6 @@ def one_token(
         state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
     key_head = head // (HV // HK)
     k_at = tokens.k + row * tokens.k_row + key_head * K
-    q_at = tokens.q + row * tokens.q_row + key_head * K
-    g = tl.load(tokens.g + row * tokens.g_row + head)
-    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
     v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
 
     past = record < count
@@ -100,37 +144,67 @@ def one_token(
     if PRODUCTS is None:
         old_keys = _load_old(keys, record, asked, K, KEY_COLUMNS)
     else:
-        tl.static_assert(not AHEAD)
-        old_keys = load_keys(keys, k_at, record, past, newest, K)
-        both_vectors = load_both(k_at, q_at, K)
+        old_keys = load_keys(keys, None if AHEAD else k_at, record, asked, newest, K)
     u_past = load_rows(ring.u + first * V, record, V, asked, value, in_v)  # [BL, BV]
     g_past = tl.load(ring.g + first + record, mask=asked, other=0.0)  # [BL]
-    if AHEAD:
-        tl.debug_barrier()  # the compiler would move loads to where they are used
-        u_past = tl.where(past[:, None], u_past, 0.0)
-        g_past = tl.where(past, g_past, 0.0)
-
-    if PRODUCTS is None:
-        from_keys = _keys_times(
-            old_keys, past, newest, k_at, q_at, ring.k, K, BL, KEY_COLUMNS, AHEAD
+    if not AHEAD:
+        token = load_token(
+            tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS
         )
-    else:
-        from_keys = keys_times(old_keys, both_vectors, K, PRODUCTS)
+    of_keys, of_state, g, beta, pair = token
     before = 0
     if COMMIT is not None:
         before = tl.zeros([COMMIT], tl.int32)
         if count != L - 1:  # and so every thread has the cursor before anyone counts
             before = count_arrival(cursors, slot, True, COMMIT)
-    if WORDS and PRODUCTS is not None and has_groups(READ, K):
-        both = words_times(state, both_vectors, K, READ, PRODUCTS)
-    elif WORDS:
-        k_parts = _held_parts(load_eighths(k_at, K, BK // 8), k_at, ring.k)
-        q_parts = load_eighths(q_at, K, BK // 8)
+    elif AHEAD:
+        tl.debug_barrier()
+    has_room = fits if AHEAD else True
+    if has_room:
+        _answer(
+            out, tokens, token, ring, row, slot, count, tile, head,
+            state, old_keys, u_past, g_past, v,
+            HK, HV, K, V, L, READ, PRODUCTS, AHEAD, COMMIT is not None,
+            BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        )  # fmt: skip
+    else:
+        tl.store(
+            out + (row * HV + head) * V + value, tl.full([BV], float("nan"), tl.float32), mask=in_v
+        )
+    return before
+
+
+@triton.jit
+def _answer(
+    out, tokens, token, ring, row, slot, count, tile, head, state, old_keys, u_past, g_past, v,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, PRODUCTS: tl.constexpr, AHEAD: tl.constexpr, COMMITS: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What `one_token` computes and stores, when all of it has been asked for."""
+    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    in_v, past, newest, fits = value < V, record < count, record == count, count < L
+    of_keys, of_state, g, beta, pair = token
+    if PRODUCTS is None:
+        from_keys = _keys_times(
+            old_keys, of_keys, None if AHEAD else newest, tokens.k, ring.k, BL, KEY_COLUMNS
+        )
+    else:
+        from_keys = keys_times(old_keys, of_keys, K, PRODUCTS)
+    if AHEAD:  # what else the ring holds is in rows of its own
+        from_keys = tl.where(past[:, None], from_keys, 0.0)
+        u_past = tl.where(past[:, None], u_past, 0.0)
+        g_past = tl.where(past, g_past, 0.0)
+    if reads_words(READ, K) and PRODUCTS is not None and has_groups(READ, K):
+        both = words_times(state, of_state, K, READ, PRODUCTS)
+    elif reads_words(READ, K):
+        k_parts = _held_parts(of_state[0], tokens.k, ring.k)
         with_k = times_vector(state, k_parts, K, BK, READ)
-        with_q = times_vector(state, q_parts, K, BK, READ)
+        with_q = times_vector(state, of_state[1], K, BK, READ)
         both = tl.join(with_k, with_q)  # [BV, 2]
     else:
-        both = _parts_times(state, k_at, q_at, ring.k, K, BV, COLUMNS, READ)
+        both = _parts_times(state, of_state, tokens.k, ring.k, K, BV, COLUMNS, READ)
 
     log_decay = tl.cumsum(g_past, 0)
     now = last(log_decay, BL) + g
@@ -141,17 +215,24 @@ def one_token(
     predicted, answer = tl.split(both)
     v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
     u = beta * (v - predicted)  # [BV]
-    k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
+    if AHEAD:
+        pairs = (pair,) if reads_words(READ, K) else of_state
+        k_q = as_held(pairs[0][0], tokens.k, ring.k) * pairs[0][1].to(tl.float32)
+        for part in tl.static_range(1, len(pairs)):
+            k_q += as_held(pairs[part][0], tokens.k, ring.k) * pairs[part][1].to(tl.float32)
+        k_q = tl.sum(k_q, 0)
+    else:
+        k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
     answer = tl.where(fits, answer + u * k_q, float("nan"))
     tl.store(out + (row * HV + head) * V + value, answer, mask=in_v)
 
-    here = first + count
+    here = (slot * HV + head) * L + count
     if fits:
         tl.store(ring.u + here * V + value, u, mask=in_v)
         if ring.v is not None:
             tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
         first_tile, first_head = tile == 0, head % (HV // HK) == 0
-        if COMMIT is not None:  # to be read back here: every program stores it, the same bits
+        if COMMITS:  # to be read back here: every program stores it, the same bits
             first_tile |= count == L - 1
             first_head |= count == L - 1
         if first_tile:
@@ -160,10 +241,9 @@ def one_token(
                 tl.store(ring.beta + here, beta)
             if first_head:
                 column = tl.arange(0, BK)
-                k = load_vector(k_at, column, ring.k, K)
-                at = keys + count * K + column
+                k = as_held(pair[0], tokens.k, ring.k)
+                at = ring.k + ((slot * HK + head // (HV // HK)) * L + count) * K + column
                 tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
-    return before
 
 
 @triton.jit
@@ -180,21 +260,16 @@ def _load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _keys_times(
-    parts, past, newest, k_at, q_at, ring_k,
-    K: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    parts, pairs, newest, source, ring_k,
+    BL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Products of the keys with k and q, [BL, 2]: of past ones and, at `newest`, of k itself.
-
-    k and q are read for every row of a part, in its layout: vectors would go through shared memory.
-    """
+    """Products [BL, 2] of the keys with k and q; at `newest`, if it is given, of k itself."""
     with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
-    for part in tl.static_range((K + COLUMNS - 1) // COLUMNS):
-        column = tl.broadcast_to((part * COLUMNS + tl.arange(0, COLUMNS))[None, :], [BL, COLUMNS])
-        k, q = load_vector(k_at, column, ring_k, K), load_vector(q_at, column, q_at, K)
+    for part in tl.static_range(len(parts)):
+        k, q = as_held(pairs[part][0], source, ring_k), pairs[part][1].to(tl.float32)
         old = parts[part].to(tl.float32)
-        if AHEAD:
-            old = tl.where(past[:, None], old, 0.0)
-        old = tl.where(newest[:, None], k, old)
+        if newest is not None:
+            old = tl.where(newest[:, None], k, old)
         with_k += old * k
         with_q += old * q
     return tl.sum(tl.join(with_k, with_q), 1)
@@ -217,17 +292,16 @@ def _load_parts(
 
 @triton.jit
 def _parts_times(
-    parts, k_at, q_at, ring_k,
+    parts, pairs, source, ring_k,
     K: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
     """Products of the state with k and q, [BV, 2], one pass over the state."""
-    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = len(parts)
     with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
         s = unscaled_of(parts[part], K // PARTS, COLUMNS, READ)
-        with_k += s * load_vector(k_at, column, ring_k, K)[None, :]
-        with_q += s * load_vector(q_at, column, q_at, K)[None, :]
+        with_k += s * as_held(pairs[part][0], source, ring_k)[None, :]
+        with_q += s * pairs[part][1].to(tl.float32)[None, :]
     return tl.sum(tl.join(with_k, with_q), 1) * factor_of(parts[0], READ)[:, None]
 
 

@@ -21,7 +21,7 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens, pieces_of
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.quantize.words import blocks_of
-from replayssm.ops.triton_common import Cursors, precision_of
+from replayssm.ops.triton_common import MOST_COUNTED_HEADS, Cursors, precision_of
 from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
@@ -270,7 +270,8 @@ def sizes(
         "ring B": (ring["B"], (slot_count, G, L, N)),
         "ring dt": (ring["dt"], (slot_count, H, L)),
     }
-    shapes |= {name: (getattr(cursors, name), (slot_count,)) for name in Cursors._fields[1:]}
+    shapes |= {name: (getattr(cursors, name), (slot_count,)) for name in Cursors._fields[1:-1]}
+    shapes["arrivals"] = (cursors.arrivals, (slot_count, 1 + MOST_COUNTED_HEADS))
     if inputs is not None:
         shapes |= {
             "x": (inputs.x, (rows, tokens, H, P)),
