@@ -14,8 +14,7 @@ and not to codes. Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.formats.storage import Storage
-from replayssm.ops.quantize.layout import block_size, reads_words
+from replayssm.ops.quantize.layout import block_size
 from replayssm.ops.quantize.tiles import decode_block_scale, factor_of
 from replayssm.ops.quantize.words import (
     HALF_WAY,
@@ -25,15 +24,6 @@ from replayssm.ops.quantize.words import (
     part_columns,
 )
 from replayssm.ops.triton_common import exact_dot
-
-
-@triton.constexpr_function
-def has_groups(storage: Storage, cols: int) -> bool:
-    """Whether `words_times` takes codes of this storage: a block lies in one group."""
-    if not reads_words(storage, cols):
-        return False
-    whole = 4 * block_size(storage)
-    return cols % whole == 0 and (cols // whole).bit_count() == 1
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_products import (
-    has_groups,
     keys_times,
     load_both,
     load_keys,
@@ -24,6 +23,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
     load_rows,
 )
 from replayssm.ops.quantize.layout import reads_words
+from replayssm.ops.quantize.operand import has_groups
 from replayssm.ops.quantize.tiles import (
     factor_of,
     load_codes,

@@ -28,10 +28,11 @@ from replayssm.ops.quantize.operand import (
     in_order,
     load_operand,
     load_readers,
+    operand,
+    operand_factor,
     piece_of,
     plain_piece,
 )
-from replayssm.ops.quantize.tiles import row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, halves_of, readers_times
 from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
@@ -131,48 +132,49 @@ def window_kernel(
 
     k_parts, q_parts = (), ()
     for piece in tl.static_range((K + PIECE - 1) // PIECE):
-        k = load_readers(k_at, token, tokens.k_token, new, piece, K, PIECE)
+        k = load_readers(k_at, token, tokens.k_token, new, piece, K, PIECE, READ)
         k_parts = k_parts + (as_held(k, tokens.k, ring.k),)
-        q = load_readers(q_at, token, tokens.q_token, new, piece, K, PIECE)
+        q = load_readers(q_at, token, tokens.q_token, new, piece, K, PIECE, READ)
         q_parts = q_parts + (q,)
     for tile in range((V + BV - 1) // BV):
         value = tile * BV + tl.arange(0, BV)
         in_v = value < V
         in_rows = None if V % BV == 0 else in_v
         state_row = head * V + value
-        pieces = ()
-        for piece in tl.static_range((K + PIECE - 1) // PIECE):
-            part = load_operand(read, slot, state_row, in_rows, piece, K, PIECE, READ)
-            pieces = pieces + (part,)  # [BV, PIECE]
-        factor = row_factor(read, slot, state_row, in_rows, V, READ)
+        stored_rows = load_operand(read, slot, state_row, in_rows, V, K, PIECE, READ)
+        factor = operand_factor(read, slot, state_row, in_rows, V, K, READ)
         v = tokens.v + row * tokens.v_row + head * V
         v = load_rows(v, token, tokens.v_token, new, value, in_v)  # [BT, BV]
         v = v if ring.v is None else as_held(v, tokens.v, ring.v)
         if T < L:
             u_past = load_rows(ring.u + first * V, paired, V, paired < count, value, in_v)
-        zero = tl.zeros([BT, BV], tl.float32)
-        predicted, answer = zero, zero
-        for piece in tl.static_range((K + PIECE - 1) // PIECE):
-            s = tl.trans(pieces[piece])
-            predicted += exact_dot(k_parts[piece], s, zero, K_STATE)
-            answer += exact_dot(q_parts[piece], s, zero, Q_STATE)
-        scale = factor[None, :] * from_state
-        # A plain sum with a product would be compiled into that product.
-        predicted, answer = predicted * scale, answer * scale
-        if T < L:
-            predicted += exact_dot(k_past, u_past, zero, FULL)
-            answer += exact_dot(q_past, u_past, zero, FULL)
-        right = v - predicted
-        u = exact_dot(solve, right, zero, FULL)
-        answer += exact_dot(own, right, zero, FULL)
-        # A ring without room is a caller's mistake; no number may come of it.
-        answer = tl.where(count + T <= L, answer, float("nan"))
-        tl.store(outputs + value[None, :], answer, mask=new[:, None] & in_v[None, :])
-        target = (first + here)[:, None] * V + value[None, :]
-        written = fits[:, None] & in_v[None, :]
-        tl.store(ring.u + target, u, mask=written)
-        if ring.v is not None:
-            tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
+        # Everything is asked for before anything is waited for: a compiler moves loads to where
+        # they are needed, but not behind a barrier and a branch.
+        tl.debug_barrier()
+        if count >= 0:
+            zero = tl.zeros([BT, BV], tl.float32)
+            predicted, answer = zero, zero
+            for piece in tl.static_range((K + PIECE - 1) // PIECE):
+                s = tl.trans(operand(stored_rows, piece, K, READ))
+                predicted += exact_dot(k_parts[piece], s, zero, K_STATE)
+                answer += exact_dot(q_parts[piece], s, zero, Q_STATE)
+            scale = factor[None, :] * from_state
+            # A plain sum with a product would be compiled into that product.
+            predicted, answer = predicted * scale, answer * scale
+            if T < L:
+                predicted += exact_dot(k_past, u_past, zero, FULL)
+                answer += exact_dot(q_past, u_past, zero, FULL)
+            right = v - predicted
+            u = exact_dot(solve, right, zero, FULL)
+            answer += exact_dot(own, right, zero, FULL)
+            # A ring without room is a caller's mistake; no number may come of it.
+            answer = tl.where(count + T <= L, answer, float("nan"))
+            tl.store(outputs + value[None, :], answer, mask=new[:, None] & in_v[None, :])
+            target = (first + here)[:, None] * V + value[None, :]
+            written = fits[:, None] & in_v[None, :]
+            tl.store(ring.u + target, u, mask=written)
+            if ring.v is not None:
+                tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
 
 
 @triton.jit

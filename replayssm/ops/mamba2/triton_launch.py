@@ -85,7 +85,7 @@ _TABLE = {
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
-    "window": {32: (16, 1, 168), 16: (32, 1, 168), 8: (32, 1, 168), 4: (64, 1, 168)},
+    "window": {32: (16, 1, None), 16: (16, 1, None), 8: (16, 1, None), 4: (16, 1, None)},
 }
 
 # Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.

@@ -20,18 +20,23 @@ from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
+    append,
     decay,
     load_and_append,
+    load_fresh,
+    load_records,
+    past_of,
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.operand import (
     in_order,
     load_operand,
     load_readers,
+    operand,
+    operand_factor,
     piece_of,
     plain_piece,
 )
-from replayssm.ops.quantize.tiles import row_factor
 from replayssm.ops.triton_common import Cursors, exact_dot, readers_times
 from replayssm.ops.triton_policy import unscaled_dtype
 from replayssm.policy import PrecisionPolicy
@@ -77,19 +82,19 @@ def window_kernel(
             ring.B + slot * ring.B_slot + group * L * N + n, N, new_B + n, tokens.B_token,
             n < N, pos, first % (H // G) == 0, T, L, BL, RING,
         )  # fmt: skip
-        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, RING_PIECE)
+        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, RING_PIECE, None)
         c_b = exact_dot(C, tl.trans(in_order(B)), c_b, CB)
     PIECES: tl.constexpr = (N + PIECE - 1) // PIECE
     C_parts = ()
     for piece in tl.static_range(PIECES):
-        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, PIECE)
+        C = load_readers(new_C, t, tokens.C_token, t < T, piece, N, PIECE, READ)
         C_parts = C_parts + (C,)
     causal = (record[None, :] <= pos + t[:, None]) & (t < T)[:, None]
     c_b = tl.where(causal, c_b, 0.0)
-    is_now = record[None, :] == pos + t[:, None]
 
     for i in range(HEADS):
         head = first + i
+        rate = tl.load(A + head)
         dt = tl.load(
             ring.dt + slot * ring.dt_slot + head * L + record, mask=record < pos, other=0.0
         )
@@ -98,37 +103,40 @@ def window_kernel(
         new_dt = tl.load(new_dt, mask=is_new, other=0.0)
         tl.store(ring.dt + slot * ring.dt_slot + head * L + record, new_dt, mask=is_new)
         dt = tl.where(is_new, new_dt, dt)
-        log_decay = tl.cumsum(tl.load(A + head) * dt, 0)[None, :]
-        now = tl.sum(tl.where(is_now, log_decay, 0.0), 1)[:, None]  # [BT, 1], one term each
-        weights = c_b * decay(now, log_decay) * dt[None, :]
+        log_decay = tl.cumsum(rate * dt, 0)
+        now = tl.gather(log_decay, tl.minimum(pos + t, BL - 1), 0)[:, None]
+        weights = c_b * decay(now, log_decay[None, :]) * dt[None, :]
         from_state = decay(now, 0.0)
         for tile in range((P + BP - 1) // BP):
             p = tile * BP + tl.arange(0, BP)
             in_p = p < P
             in_rows = None if P % BP == 0 else in_p
             state_row = head * P + p
-            pieces = ()
-            for piece in tl.static_range(PIECES):
-                part = load_operand(read, slot, state_row, in_rows, piece, N, PIECE, READ)
-                pieces = pieces + (part,)  # [BP, PIECE]
-            factor = row_factor(read, slot, state_row, in_rows, P, READ)
+            stored_rows = load_operand(read, slot, state_row, in_rows, P, N, PIECE, READ)
+            factor = operand_factor(read, slot, state_row, in_rows, P, N, READ)
             new_x = tokens.x + row * tokens.x_row + state_row
-            x = load_and_append(
-                ring.x + slot * ring.x_slot + head * L * P + p, P, new_x, tokens.x_token,
-                in_p, pos, True, T, L, BL, RING,
-            )  # fmt: skip
+            ring_x = ring.x + slot * ring.x_slot + head * L * P + p
+            past = load_records(ring_x, P, in_p, pos, BL)
+            fresh = load_fresh(new_x, tokens.x_token, in_p, pos, T, L, BL)
             token = (t < T)[:, None] & in_p[None, :]
-            y = tl.zeros([BT, BP], tl.float32)
-            for piece in tl.static_range(PIECES):
-                y = exact_dot(C_parts[piece], tl.trans(pieces[piece]), y, CS)
-            y = exact_dot(weights, x, y * factor[None, :] * from_state, WX)
             if tokens.D is not None:
                 skip = tokens.D + (state_row if D_PER_CHANNEL else state_row * 0 + head)
-                skip = tl.load(skip, mask=in_p, other=0)
+                skip = tl.load(skip, mask=in_p, other=0).to(tl.float32)
                 raw = tl.load(new_x[None, :] + t[:, None] * tokens.x_token, mask=token, other=0)
-                y += skip.to(tl.float32)[None, :] * raw.to(tl.float32)
-            y = tl.where(pos + T <= L, y, float("nan"))
-            tl.store(outputs + state_row[None, :], y, mask=token)
+            # Everything is asked for before anything is waited for: a compiler moves loads to where
+            # they are needed, but not behind a barrier and a branch.
+            tl.debug_barrier()
+            if pos >= 0:
+                x = append(ring_x, P, past_of(past, None, RING), fresh, in_p, pos, True, T, L, RING)
+                y = tl.zeros([BT, BP], tl.float32)
+                for piece in tl.static_range(PIECES):
+                    s = tl.trans(operand(stored_rows, piece, N, READ))
+                    y = exact_dot(C_parts[piece], s, y, CS)
+                y = exact_dot(weights, x, y * factor[None, :] * from_state, WX)
+                if tokens.D is not None:
+                    y += skip[None, :] * raw.to(tl.float32)
+                y = tl.where(pos + T <= L, y, float("nan"))
+                tl.store(outputs + state_row[None, :], y, mask=token)
 
 
 def window(

@@ -107,11 +107,11 @@ def bf16_dot(a, b, accumulator, PRODUCTS: tl.constexpr):
     if PRODUCTS == "bf16":
         return tl.dot(a, b, accumulator)
     else:
-        return tl.dot(_wide(a), _wide(b), accumulator, input_precision=PRODUCTS)
+        return tl.dot(wide(a), wide(b), accumulator, input_precision=PRODUCTS)
 
 
 @triton.jit
-def _wide(x):
+def wide(x):
     """FP32 of BF16: the interpreter's own conversion loses subnormal numbers."""
     return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
