@@ -75,6 +75,49 @@ def test_one_warp_multiplies_on_tensor_cores(policy, heads):
     assert (got[1] == 0).all(), "a padding row's output"
 
 
+@pytest.mark.parametrize("policy", ["fp32", "fp16-sr", "fp32+nvfp4"])
+def test_heads_of_80_rows_in_runs_and_in_pieces(policy):
+    """Runs of 16 rows next to each other, over the ends of heads and with some missing; whole
+    heads, one or two at a time, of 64 and 16 rows."""
+    geometry = Mamba2Geometry(num_heads=6, head_dim=80, n_groups=2, d_state=128)
+    runs = Launch(heads=4, block_p=16, num_warps=1)
+    whole = Launch(block_p=128, num_warps=4)
+    inputs = random_inputs(geometry, 2, 3, torch.bfloat16)
+    bits = []
+    for launch in (runs, replace(runs, num_warps=4), whole, replace(whole, heads=2, num_warps=1)):
+        pool = make_pool(geometry, f"{policy}@3", slots=2, rows=[1, 0], dtype=torch.bfloat16)
+        want, _ = oracle(values(pool.read)[[1, 0]], inputs)
+        for t in range(3):
+            last = t == 2  # it flushes; a tile that writes a head's scale has that head alone
+            written = launch if launch.heads == 1 or "nvfp4" not in policy else whole
+            got = pool.launch(
+                step if last else decode,
+                tokens_of(inputs, t, t + 1),
+                launch=launch,
+                **({"flush_launch": written, "single": False} if last else {}),
+            )
+            assert error(got[:, 0], want[:, t]) < 5e-6, t
+            if not last:
+                commit(pool.cursors, torch.ones(2, dtype=torch.int64, device=DEVICE))
+        assert pool.cursors.flushes.tolist() == [2, 2]
+        assert error(values(pool.checkpoint), _final(pool, inputs)) < (
+            1e-2 if policy == "fp16-sr" else 5e-6
+        )
+        if launch is whole:
+            bits.append(pool.bytes())
+    one = make_pool(geometry, f"{policy}@3", slots=2, rows=[1, 0], dtype=torch.bfloat16)
+    for t in range(3):
+        one.launch(step, tokens_of(inputs, t, t + 1))
+    for name, data in one.bytes().items():
+        if "ring" not in name:
+            assert torch.equal(data, bits[0][name]), name
+
+
+def _final(pool, inputs):
+    """States of slots 0 and 1 after the inputs of rows [1, 0], in float64."""
+    return oracle(pool.state[[1, 0]].double(), inputs)[1][[1, 0]]
+
+
 def test_products_on_tensor_cores_are_for_exact_operands():
     geometry = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=128)
     inputs = random_inputs(geometry, 1, 1, torch.bfloat16)

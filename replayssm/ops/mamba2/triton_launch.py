@@ -81,9 +81,9 @@ class Launch:
 # likeness and by compiled code: a decode of 64 rows by one warp spills there.
 _TABLE = {
     "decode": {32: (64, 2, None), 16: (64, 1, None), 8: (64, 2, None), 4: (128, 1, 128)},
-    "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (32, 4, None)},
+    "few decode": {32: (16, 2, None), 16: (16, 2, None), 8: (16, 2, None), 4: (16, 2, None)},
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
-    "few step": {32: (32, 4, None), 16: (64, 4, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "few step": {32: (16, 2, None), 16: (16, 2, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (16, 1, None), 16: (16, 1, None), 8: (16, 1, None), 4: (16, 1, None)},
 }
@@ -110,20 +110,21 @@ def default_launch(
         return Launch(
             block_p=max(16, block_p), heads=heads, num_warps=1, num_stages=1, maxnreg=maxnreg
         )
-    # A P that is no power of two is cut where that leaves no idle lanes; a writer of scales per
-    # head takes whole heads.
-    block_p = sizes["P"] & -sizes["P"]
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
-    if block_p < 16 or writes_head_scales:
-        block_p = max(16, triton.next_power_of_2(sizes["P"]))
-    if not writes_head_scales:
-        block_p = min(block_p, rows) if sizes["P"] % min(block_p, rows) == 0 else block_p
-    runs = sizes["H"] // sizes["G"] * triton.cdiv(sizes["P"], block_p)
-    heads = max(1, min(rows // block_p, triton.next_power_of_2(runs)))
-    tallest = heads * pieces_of(sizes["P"], block_p)[0]
-    if kernel != "decode" and tallest != rows:
+    block_p = max(16, triton.next_power_of_2(sizes["P"]))
+    if sizes["P"] % rows == 0 and not writes_head_scales:
+        block_p = rows
+    pieces = pieces_of(sizes["P"], block_p)
+    heads = max(1, min(rows // pieces[0], triton.next_power_of_2(sizes["H"] // sizes["G"])))
+    if len(pieces) > 1:
+        maxnreg = None
+        if kernel != "decode":
+            heads = 1
+        elif bits > 4:  # of 4 bits, one warp multiplies on tensor cores
+            num_warps *= 2
+    if kernel != "decode" and heads * pieces[0] != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
-        num_warps, maxnreg = max(1, tallest // 16), None
+        num_warps, maxnreg = max(1, heads * pieces[0] // 16), None
     if kernel == "flush" and policy.checkpoint.format != FP32 and any_row:
         maxnreg = None  # a loop spills
     return Launch(
