@@ -77,13 +77,14 @@ class Launch:
 
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
-# Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"); those of 8 bits by
-# likeness and by compiled code: a decode of 64 rows by one warp spills there.
+# Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"), and at H = 96,
+# P = 80; those of 8 bits by likeness and by compiled code: a decode of 64 rows by one warp spills
+# there.
 _TABLE = {
     "decode": {32: (64, 2, None), 16: (64, 1, None), 8: (64, 2, None), 4: (128, 1, 128)},
-    "few decode": {32: (16, 2, None), 16: (16, 2, None), 8: (16, 2, None), 4: (16, 2, None)},
+    "few decode": {32: (32, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (16, 1, None)},
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
-    "few step": {32: (16, 2, None), 16: (16, 2, None), 8: (32, 4, None), 4: (64, 4, None)},
+    "few step": {32: (16, 2, None), 16: (16, 1, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (16, 1, None), 16: (16, 1, None), 8: (16, 1, None), 4: (16, 1, None)},
 }
@@ -112,6 +113,9 @@ def default_launch(
         )
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
     block_p = max(16, triton.next_power_of_2(sizes["P"]))
+    divisor = sizes["P"] & -sizes["P"]
+    if few and 16 <= divisor < rows and not writes_head_scales:
+        rows, num_warps = divisor, max(1, num_warps * divisor // rows)
     if sizes["P"] % rows == 0 and not writes_head_scales:
         block_p = rows
     pieces = pieces_of(sizes["P"], block_p)
@@ -125,7 +129,7 @@ def default_launch(
     if kernel != "decode" and heads * pieces[0] != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * pieces[0] // 16), None
-    if kernel == "flush" and policy.checkpoint.format != FP32 and any_row:
+    if kernel == "flush" and any_row:
         maxnreg = None  # a loop spills
     return Launch(
         heads=heads,
