@@ -92,30 +92,36 @@ def window_kernel(
     past, here = record < count, count + token
     fits = new & (here < L)
     g_past = tl.load(ring.g + first + record, mask=past, other=0.0)
-    k_k, q_k = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    k_past, q_past = tl.zeros([BT, BL], tl.float32), tl.zeros([BT, BL], tl.float32)
+    ks, qs, olds = (), (), ()
     for start in tl.static_range(0, K, RING_PIECE):
         column = start + tl.arange(0, RING_PIECE)
         in_k = column < K
-        k = load_rows(k_at, token, tokens.k_token, new, column, in_k)
-        k = as_held(k, tokens.k, ring.k)
-        q = in_order(load_rows(q_at, token, tokens.q_token, new, column, in_k))
-        if head % (HV // HK) == 0:
-            at = keys + here[:, None] * K + column[None, :]
-            mask = fits[:, None] & in_k[None, :]
-            tl.store(at, k.to(ring.k.dtype.element_ty), mask=mask)
-        k = in_order(k)
-        # Each product from zero: see `triton_apply`.
+        ks = ks + (load_rows(k_at, token, tokens.k_token, new, column, in_k),)
+        qs = qs + (load_rows(q_at, token, tokens.q_token, new, column, in_k),)
+        if T < L:
+            olds = olds + (load_rows(keys, record, K, past, column, in_k),)
+    log_decay = tl.cumsum(g_past, 0)  # [BL]
+    now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
+    k_k, q_k = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    k_past, q_past = tl.zeros([BT, BL], tl.float32), tl.zeros([BT, BL], tl.float32)
+    for part in tl.static_range(len(ks)):
+        k, q = in_order(as_held(ks[part], tokens.k, ring.k)), in_order(qs[part])
+        # Each product from zero: tensor cores cut what they add to, and to the sum of all that came
+        # before they would do so at every step.
         k_k += exact_dot(k, tl.trans(k), tl.zeros_like(k_k), K_KEYS)
         q_k += exact_dot(q, tl.trans(k), tl.zeros_like(k_k), Q_KEYS)
         if T < L:
-            old = tl.trans(in_order(load_rows(keys, record, K, past, column, in_k)))
+            old = tl.trans(in_order(olds[part]))
             k_past += exact_dot(k, old, tl.zeros_like(k_past), K_KEYS)
             q_past += exact_dot(q, old, tl.zeros_like(k_past), Q_KEYS)
+    if head % (HV // HK) == 0:
+        for part in tl.static_range(len(ks)):
+            column = part * RING_PIECE + tl.arange(0, RING_PIECE)
+            at = keys + here[:, None] * K + column[None, :]
+            held = as_held(ks[part], tokens.k, ring.k).to(ring.k.dtype.element_ty)
+            tl.store(at, held, mask=fits[:, None] & (column < K)[None, :])
 
     # Weights [later, earlier].
-    log_decay = tl.cumsum(g_past, 0)  # [BL]
-    now = last(log_decay, BL) + tl.cumsum(g, 0)  # [BT]
     from_past = decay(now[:, None], log_decay[None, :])
     k_past, q_past = _in_halves(k_past * from_past), _in_halves(q_past * from_past)
     paired = record // 8 * 8 + record % 4 * 2 + record % 8 // 4  # records in that order
@@ -148,33 +154,29 @@ def window_kernel(
         v = v if ring.v is None else as_held(v, tokens.v, ring.v)
         if T < L:
             u_past = load_rows(ring.u + first * V, paired, V, paired < count, value, in_v)
-        # Everything is asked for before anything is waited for: a compiler moves loads to where
-        # they are needed, but not behind a barrier and a branch.
-        tl.debug_barrier()
-        if count >= 0:
-            zero = tl.zeros([BT, BV], tl.float32)
-            predicted, answer = zero, zero
-            for piece in tl.static_range((K + PIECE - 1) // PIECE):
-                s = tl.trans(operand(stored_rows, piece, K, READ))
-                predicted += exact_dot(k_parts[piece], s, zero, K_STATE)
-                answer += exact_dot(q_parts[piece], s, zero, Q_STATE)
-            scale = factor[None, :] * from_state
-            # A plain sum with a product would be compiled into that product.
-            predicted, answer = predicted * scale, answer * scale
-            if T < L:
-                predicted += exact_dot(k_past, u_past, zero, FULL)
-                answer += exact_dot(q_past, u_past, zero, FULL)
-            right = v - predicted
-            u = exact_dot(solve, right, zero, FULL)
-            answer += exact_dot(own, right, zero, FULL)
-            # A ring without room is a caller's mistake; no number may come of it.
-            answer = tl.where(count + T <= L, answer, float("nan"))
-            tl.store(outputs + value[None, :], answer, mask=new[:, None] & in_v[None, :])
-            target = (first + here)[:, None] * V + value[None, :]
-            written = fits[:, None] & in_v[None, :]
-            tl.store(ring.u + target, u, mask=written)
-            if ring.v is not None:
-                tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
+        zero = tl.zeros([BT, BV], tl.float32)
+        predicted, answer = zero, zero
+        for piece in tl.static_range((K + PIECE - 1) // PIECE):
+            s = tl.trans(operand(stored_rows, piece, K, READ))
+            predicted += exact_dot(k_parts[piece], s, zero, K_STATE)
+            answer += exact_dot(q_parts[piece], s, zero, Q_STATE)
+        scale = factor[None, :] * from_state
+        # A plain sum with a product would be compiled into that product.
+        predicted, answer = predicted * scale, answer * scale
+        if T < L:
+            predicted += exact_dot(k_past, u_past, zero, FULL)
+            answer += exact_dot(q_past, u_past, zero, FULL)
+        right = v - predicted
+        u = exact_dot(solve, right, zero, FULL)
+        answer += exact_dot(own, right, zero, FULL)
+        # A ring without room is a caller's mistake; no number may come of it.
+        answer = tl.where(count + T <= L, answer, float("nan"))
+        tl.store(outputs + value[None, :], answer, mask=new[:, None] & in_v[None, :])
+        target = (first + here)[:, None] * V + value[None, :]
+        written = fits[:, None] & in_v[None, :]
+        tl.store(ring.u + target, u, mask=written)
+        if ring.v is not None:
+            tl.store(ring.v + target, v.to(ring.v.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -86,7 +86,7 @@ _TABLE = {
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (16, 2, None), 16: (16, 1, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
-    "window": {32: (16, 1, None), 16: (16, 1, None), 8: (16, 1, None), 4: (16, 1, None)},
+    "window": {32: (16, 1, 168), 16: (16, 1, 168), 8: (16, 1, 168), 4: (16, 1, 168)},
 }
 
 # Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.
@@ -108,9 +108,7 @@ def default_launch(
     if kernel == "window":
         block_p = min(rows, triton.next_power_of_2(sizes["P"]))
         heads = 4 if batch * sizes["H"] >= 4096 else 1
-        return Launch(
-            block_p=max(16, block_p), heads=heads, num_warps=1, num_stages=1, maxnreg=maxnreg
-        )
+        return Launch(block_p=max(16, block_p), heads=heads, num_warps=num_warps, maxnreg=maxnreg)
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
     block_p = max(16, triton.next_power_of_2(sizes["P"]))
     divisor = sizes["P"] & -sizes["P"]

@@ -20,12 +20,8 @@ from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_launch import Launch
 from replayssm.ops.mamba2.triton_tiles import (
-    append,
     decay,
     load_and_append,
-    load_fresh,
-    load_records,
-    past_of,
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.operand import (
@@ -116,27 +112,20 @@ def window_kernel(
             factor = operand_factor(read, slot, state_row, in_rows, P, N, READ)
             new_x = tokens.x + row * tokens.x_row + state_row
             ring_x = ring.x + slot * ring.x_slot + head * L * P + p
-            past = load_records(ring_x, P, in_p, pos, BL)
-            fresh = load_fresh(new_x, tokens.x_token, in_p, pos, T, L, BL)
+            x = load_and_append(ring_x, P, new_x, tokens.x_token, in_p, pos, True, T, L, BL, RING)
             token = (t < T)[:, None] & in_p[None, :]
+            y = tl.zeros([BT, BP], tl.float32)
+            for piece in tl.static_range(PIECES):
+                s = tl.trans(operand(stored_rows, piece, N, READ))
+                y = exact_dot(C_parts[piece], s, y, CS)
+            y = exact_dot(weights, x, y * factor[None, :] * from_state, WX)
             if tokens.D is not None:
                 skip = tokens.D + (state_row if D_PER_CHANNEL else state_row * 0 + head)
-                skip = tl.load(skip, mask=in_p, other=0).to(tl.float32)
+                skip = tl.load(skip, mask=in_p, other=0)
                 raw = tl.load(new_x[None, :] + t[:, None] * tokens.x_token, mask=token, other=0)
-            # Everything is asked for before anything is waited for: a compiler moves loads to where
-            # they are needed, but not behind a barrier and a branch.
-            tl.debug_barrier()
-            if pos >= 0:
-                x = append(ring_x, P, past_of(past, None, RING), fresh, in_p, pos, True, T, L, RING)
-                y = tl.zeros([BT, BP], tl.float32)
-                for piece in tl.static_range(PIECES):
-                    s = tl.trans(operand(stored_rows, piece, N, READ))
-                    y = exact_dot(C_parts[piece], s, y, CS)
-                y = exact_dot(weights, x, y * factor[None, :] * from_state, WX)
-                if tokens.D is not None:
-                    y += skip[None, :] * raw.to(tl.float32)
-                y = tl.where(pos + T <= L, y, float("nan"))
-                tl.store(outputs + state_row[None, :], y, mask=token)
+                y += skip.to(tl.float32)[None, :] * raw.to(tl.float32)
+            y = tl.where(pos + T <= L, y, float("nan"))
+            tl.store(outputs + state_row[None, :], y, mask=token)
 
 
 def window(
