@@ -1,7 +1,8 @@
 """A window's outputs and updates, once it is known how its tokens weigh on each other.
 
-Owns the kernel that reads the state, all that a window does per state row: it serves every delta
-rule. What a window needs once a head comes from a kernel of the recurrence, in `weights`. With S
+Owns what windows of all delta rules take, and a kernel that reads the state, all that a window does
+per state row, for rules whose channels decay each by itself (a window of Gated DeltaNet is one
+kernel). What it needs once a head comes from a kernel of the recurrence, in `weights`. With S
 the state, U the past records, and what is left of the state at each token in `from_state`,
 
     right  = v - (S k from_state + U past_k)
@@ -9,9 +10,9 @@ the state, U the past records, and what is left of the state at each token in `f
     answer = S q from_state + U past_q + right (solve own)
 
 `solve` is diag(β) (I + A)^-1 of the triangular system of the window's tokens; its entries are
-products of contractions, at most 1. Where channels decay each by itself, k and q do before they
-meet the state: `from_state` is 1, and `decays` has that of each token since the start of the
-window and, last, that of the state up to there.
+products of contractions, at most 1. k and q decay before they meet the state: `from_state` is 1,
+and `decays` has the decay of each token since the start of the window and, last, that of the state
+up to there.
 
 Legend: triton_tiles.py.
 """
@@ -54,8 +55,8 @@ def apply_kernel(
     ring,  # Ring
     cursors,  # Cursors
     read,  # Stored
-    weights,  # of `Window`
-    decays,  # [B, HV, T + 1, K] FP32, or None
+    weights,  # of `empty_weights`
+    decays,  # [B, HV, T + 1, K] FP32
     T: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -116,10 +117,9 @@ def apply_kernel(
         mask = (at_token < T)[:, None] & (column < K)[None, :]
         x = tl.load(readers_at + column[None, :], mask=mask, other=0.0)  # [2 BT, PIECE]
         x = tl.where(is_q, x.to(tl.float32), as_held(x, tokens.k, ring.k))
-        if decays is not None:
-            at = decays + (row * HV + head) * (T + 1) * K
-            before = tl.load(at + T * K + column, mask=column < K, other=0.0)
-            x *= load_rows(at, at_token, K, at_token < T, column, column < K) * before[None, :]
+        at = decays + (row * HV + head) * (T + 1) * K
+        before = tl.load(at + T * K + column, mask=column < K, other=0.0)
+        x *= load_rows(at, at_token, K, at_token < T, column, column < K) * before[None, :]
         s = load_unscaled(  # [BV, PIECE]
             read, slot, state_row * PIECES + piece, in_rows, K // PIECES, PIECE, READ
         )
@@ -177,7 +177,6 @@ class Window(NamedTuple):
     ring: Ring
     tokens: Tokens
     constants: dict[str, int]  # of kernels
-    weights: Tensor  # FP32 [B, HV, ..., BT], what `store_weights` writes; not initialised
 
 
 def open_window(
@@ -191,7 +190,7 @@ def open_window(
     """
     ring, tokens = ring_argument(ring), token_argument(inputs)
     constants = sizes(ring, policy)
-    batch, count = inputs.k.shape[:2]
+    count = inputs.k.shape[1]
     if count > min(constants["L"], MAX_TOKENS):
         raise ValueError(
             f"a window of {count} tokens: at most {MAX_TOKENS}, and the ring's {constants['L']}"
@@ -199,9 +198,14 @@ def open_window(
     # A ring that has room for the window holds no more than L - T records.
     BT, BL = power_of_two(count), power_of_two(constants["L"] - count)
     constants |= {"T": count, "BT": BT, "BL": BL}
-    shape = (batch, constants["HV"], 2 * BT + 2 * BL + 1, BT)
-    weights = torch.empty(shape, dtype=torch.float32, device=inputs.v.device)
-    return Window(ring, tokens, constants, weights)
+    return Window(ring, tokens, constants)
+
+
+def empty_weights(window: Window) -> Tensor:
+    """Room for what `store_weights` writes: FP32 [B, HV, ..., BT], not initialised."""
+    BT, BL = window.constants["BT"], window.constants["BL"]
+    shape = (window.tokens.v.shape[0], window.constants["HV"], 2 * BT + 2 * BL + 1, BT)
+    return torch.empty(shape, dtype=torch.float32, device=window.tokens.v.device)
 
 
 def _of_one_type(tokens: Tokens) -> Tokens:
@@ -220,30 +224,28 @@ def apply(
     window: Window,
     policy: PrecisionPolicy,
     cursors: Cursors,
-    decays: Tensor | None,
+    weights: Tensor,
+    decays: Tensor,
     launch: Launch,
 ) -> Tensor:
-    """Outputs [B, T, HV, V] FP32 of a window whose weights are known; writes u and v to the ring.
+    """Outputs [B, T, HV, V] FP32 of a window; writes u and v to the ring.
 
-    decays: [B, HV, T + 1, K] FP32, or None.
+    weights: of `empty_weights`, filled. decays: [B, HV, T + 1, K] FP32.
     """
     tokens, constants = _of_one_type(window.tokens), window.constants
     out = torch.empty(tokens.v.shape, dtype=torch.float32, device=tokens.v.device)
-    readers = torch.promote_types(window.ring.k.dtype, tokens.q.dtype)
-    if decays is not None:
-        readers = decays.dtype
     apply_kernel[(launch.tiles(constants), constants["HV"], tokens.v.shape[0])](
         out,
         tokens,
         window.ring,
         cursors,
         stored(read),
-        window.weights,
+        weights,
         decays,
         **constants,
         **pieces(policy.read_storage, constants),
         READ=policy.read_storage,
-        STATE_KEYS=halves_of(unscaled_dtype(policy.read_storage), readers),
+        STATE_KEYS=halves_of(unscaled_dtype(policy.read_storage), decays.dtype),
         FULL=halves_of(torch.float32, torch.float32),
         **launch.options(),
         BV=launch.block_v,

@@ -116,7 +116,7 @@ TABLE = {
     "decode_bf16": {32: (32, 1), 16: (64, 1), 8: (64, 2), 4: (64, 1, 2, 128)},
     "flush": {32: (16, 1, 1, 168), 16: (16, 1, 1, 168), 8: (64, 4, 1), 4: (64, 4, 1)},
     "flush_solving": {32: (64, 4, 1, 128), 16: (64, 4, 1), 8: (64, 4, 1), 4: (64, 4, 1)},
-    "window": {32: (16, 1), 16: (16, 1), 8: (16, 1), 4: (16, 1)},
+    "window": {32: (16, 1, 3), 16: (16, 1, 3), 8: (16, 1), 4: (16, 1)},
 }
 _FEWEST_PROGRAMS = 256
 # A flush whose programs take all tiles of a head in turn, which has a scale: three of them share a

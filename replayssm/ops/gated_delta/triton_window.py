@@ -1,7 +1,7 @@
 """T = 2 … 32 tokens per row, for verify and teacher-forced replay; no state is ever formed.
 
-Owns how tokens and past records of a head weigh on each other, and the window's launcher. Where the
-state is read: triton_apply.py.
+Owns the window's kernel and its launcher. What meets what in a product lies as `quantize/operand`
+says.
 
 Legend: triton_tiles.py.
 """

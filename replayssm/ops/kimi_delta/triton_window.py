@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_apply import apply, open_window, store_weights
+from replayssm.ops.gated_delta.triton_apply import apply, empty_weights, open_window, store_weights
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     power_of_two,
@@ -35,7 +35,7 @@ _MOST_UNROLLED = tl.constexpr(16)
 
 @triton.jit
 def weigh_kernel(
-    weights,  # of `triton_apply.Window`
+    weights,  # of `triton_apply.empty_weights`
     decays,  # [B, HV, T + 1, K] FP32, see `triton_apply`
     tokens,  # Tokens
     ring,  # Ring
@@ -198,8 +198,9 @@ def window(
     launch = launch or default_launch("window", policy, constants, batch)
     shape = (batch, constants["HV"], constants["T"] + 1, constants["K"])
     decays = torch.empty(shape, dtype=torch.float32, device=inputs.v.device)
+    weights = empty_weights(opened)
     weigh_kernel[(constants["HV"], batch)](
-        opened.weights,
+        weights,
         decays,
         opened.tokens,
         opened.ring,
@@ -211,4 +212,4 @@ def window(
         BK=power_of_two(constants["K"]),
         num_warps=1,
     )
-    return apply(read, opened, policy, cursors, decays, launch)
+    return apply(read, opened, policy, cursors, weights, decays, launch)

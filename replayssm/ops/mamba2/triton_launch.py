@@ -35,11 +35,12 @@ class Launch:
     """Meta-parameters of a launch: they change speed, never what is rounded.
 
     Attributes:
-        heads: runs of rows in a program's tile, of one group and next to each other (1 for
-            windows), a power of two.
-        block_p: rows of a run, a power of two >= 16: it covers P (runs are heads) or divides it.
-        loop: tiles a program works on in turn (window); at most, where all rows flush (flush, and
-            step): programs that find nothing to do then are as many times fewer.
+        heads: runs of rows in a program's tile, of one group and next to each other, a power of
+            two; of a window, heads that a program works on in turn.
+        block_p: rows of a run, a power of two >= 16: it covers P (runs are heads) or divides it; a
+            window takes any.
+        loop: tiles a program works on in turn, where all rows flush (flush, and step): programs
+            that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         eager: whether a token asks for the whole ring, before it knows how much of it is used.
@@ -86,7 +87,7 @@ _TABLE = {
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
     "few step": {32: (16, 2, None), 16: (16, 1, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
-    "window": {32: (16, 1, 168), 16: (16, 1, 168), 8: (16, 1, 168), 4: (16, 1, 168)},
+    "window": {32: (16, 1, None), 16: (16, 1, 168), 8: (16, 1, 168), 4: (16, 1, None)},
 }
 
 # Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.
@@ -106,9 +107,9 @@ def default_launch(
     few = is_few(sizes, batch) and kernel in ("decode", "step")
     rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
     if kernel == "window":
-        block_p = min(rows, triton.next_power_of_2(sizes["P"]))
+        block_p = max(16, min(rows, triton.next_power_of_2(sizes["P"])))
         heads = 4 if batch * sizes["H"] >= 4096 else 1
-        return Launch(block_p=max(16, block_p), heads=heads, num_warps=num_warps, maxnreg=maxnreg)
+        return Launch(block_p=block_p, heads=heads, num_warps=num_warps, maxnreg=maxnreg)
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
     block_p = max(16, triton.next_power_of_2(sizes["P"]))
     divisor = sizes["P"] & -sizes["P"]
