@@ -202,39 +202,20 @@ def with_last(past, new, L: tl.constexpr):
 
 @triton.jit
 def load_and_append(
-    ring, PITCH: tl.constexpr, tokens, token_pitch, in_columns, pos, appends,
+    ring, PITCH: tl.constexpr, tokens, token_pitch, in_columns, pos, append,
     T: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """`load_past`, and at the next T slots the tokens, which enter the ring where `appends`.
+    """`load_past`, and at the next T slots the tokens, which enter the ring where `append`.
 
     `tokens` points at each column of token 0. Tokens are rounded to the ring's STORAGE before use:
     a token's value does not depend on when it was appended.
     """
     past = load_past(ring, PITCH, in_columns, pos, BL, STORAGE)
-    fresh = load_fresh(tokens, token_pitch, in_columns, pos, T, L, BL)
-    return append(ring, PITCH, past, fresh, in_columns, pos, appends, T, L, STORAGE)
-
-
-@triton.jit
-def load_fresh(
-    tokens, token_pitch, in_columns, pos, T: tl.constexpr, L: tl.constexpr, BL: tl.constexpr
-):
-    """T tokens as they lie at the slots from `pos` on, [BL, columns]; else zero."""
     slot = tl.arange(0, BL)[:, None]
     new = (slot >= pos) & (slot < tl.minimum(pos + T, L)) & in_columns[None, :]
-    return tl.load(tokens[None, :] + (slot - pos) * token_pitch, mask=new, other=0)
-
-
-@triton.jit
-def append(
-    ring, PITCH: tl.constexpr, past, fresh, in_columns, pos, appends,
-    T: tl.constexpr, L: tl.constexpr, STORAGE: tl.constexpr,
-):  # fmt: skip
-    """`load_and_append` of what `load_past` and `load_fresh` have loaded."""
-    slot = tl.arange(0, past.shape[0])[:, None]
-    new = (slot >= pos) & (slot < tl.minimum(pos + T, L)) & in_columns[None, :]
+    fresh = tl.load(tokens[None, :] + (slot - pos) * token_pitch, mask=new, other=0)
     fresh = as_recorded(fresh, STORAGE)
-    if appends:
+    if append:
         codes = encode_elements(fresh, fact(STORAGE, "format"))
         tl.store(ring[None, :] + slot * PITCH, codes, mask=new)
     return tl.where(new, fresh, past)
