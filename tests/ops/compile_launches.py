@@ -193,6 +193,12 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
                 "flush",
                 lambda: flush.flush(*both, ring, policy, cursors, parameters, **layer, launch=full),
             ),
+            (
+                "step",
+                lambda: decode.step(
+                    *both, ring, policy, cursors, one, **layer, single=False, flush_launch=full
+                ),
+            ),
         ]
     if flush is mamba2_flush:
         sizes = mamba2_launch.sizes(checkpoint, ring, cursors)

@@ -1,8 +1,10 @@
 """One token per row, T = 1: the state is read once, one record appended.
 
-Owns the kernels of `decode` and `step` and their launchers. `decode` writes no state. `step` also
-commits the token and flushes the rows whose ring it fills: for few rows in one kernel, for many in
-launches of their own, because the registers of a fold would slow every step down.
+Owns the kernel of `decode`, and the launchers of `decode` and `step` (kernels: triton_step.py).
+`decode` writes no state. `step` also commits the token and flushes the rows whose ring it fills:
+for few rows in one kernel, for many in launches of their own, because the registers of a fold would
+slow every step down. With FP32 states alone, rows that flush are left to the last of these
+launches, which reads their state once for both jobs.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 
@@ -22,7 +24,6 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_flush import commit_and_flush, room_of
-from replayssm.ops.gated_delta.triton_fold import fold_and_write, room_for
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
@@ -38,15 +39,15 @@ from replayssm.ops.gated_delta.triton_launch import (
     token_argument,
     writes,
 )
+from replayssm.ops.gated_delta.triton_step import no_token, step_due_kernel, step_kernel
 from replayssm.ops.gated_delta.triton_token import load_token, one_token
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
     MOST_COUNTED_HEADS,
     Cursors,
-    Ticket,
-    count_arrival,
-    move_if_last,
+    list_due,
     precision_of,
+    resident_programs,
 )
 from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
@@ -66,6 +67,7 @@ def decode_kernel(
     L: tl.constexpr,
     READ: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    EXCEPT: tl.constexpr,  # rows with so many committed records are left alone; None: no row is
     AHEAD: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
@@ -83,93 +85,16 @@ def decode_kernel(
         )
         tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
-        _no_token(out, row, tile, head, HV, V, BV)
+        no_token(out, row, tile, head, HV, V, BV)
         return
     count = tl.load(cursors.pos + slot).to(tl.int32)
+    if EXCEPT is not None:
+        if count == EXCEPT:
+            return
     one_token(
         out, tokens, token, ring, cursors, read, row, slot, count, tile, head,
         HK, HV, K, V, L, READ, PRODUCTS, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer"])
-def step_kernel(
-    out, tokens, ring, cursors, read,  # as above
-    checkpoint,  # Stored
-    read_copy,  # Stored, or None
-    layer,
-    room,  # FP32, for each program as `room_for` says; None: it says 0
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    L: tl.constexpr,
-    READ: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    CHECKPOINT: tl.constexpr,
-    READ_COPY: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SHARED: tl.constexpr,
-    KEYS: tl.constexpr,
-    FULL: tl.constexpr,
-    EXACT: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-    BV: tl.constexpr,
-    FOLDED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    BK: tl.constexpr,
-    BL: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    THREADS: tl.constexpr,  # of a program
-):  # fmt: skip
-    """Grid (tiles of V, HV, B). Constants: `one_token`, `fold_and_write`.
-
-    A program that finds that its token fills the ring folds it, with all that the ring holds for
-    its tile. A row's last program to finish moves its cursor, when all others have read it.
-    """
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
-    token = load_token(tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS)
-    tl.debug_barrier()  # the compiler would ask for the token behind the branch
-    if slot < 0:
-        _no_token(out, row, tile, head, HV, V, BV)
-        return
-    pos = tl.load(cursors.pos + slot)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    before = one_token(
-        out, tokens, token, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
-        HK, HV, K, V, L, READ, PRODUCTS, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
-    )  # fmt: skip
-    if pos != L - 1:
-        move_if_last(cursors, slot, before, programs, pos + 1, None, THREADS)
-    else:
-        tl.debug_barrier()  # the record is in memory
-        flushes = tl.load(cursors.flushes + slot)
-        sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
-        ticket = Ticket(row.to(tl.int32), slot, pos.to(tl.int32) + 1, flushes, sequence, seed)
-        if room is not None:
-            program = row * HV + head
-            if not SHARED:
-                program = program * tl.num_programs(0) + tile
-            SOLVES: tl.constexpr = ring.v is not None
-            SIZE: tl.constexpr = room_for(SOLVES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
-            room += program * SIZE
-        fold_and_write(
-            checkpoint, read_copy, layer, ring, cursors, None, room, ticket, head, tile,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, SHARED, KEYS, FULL, EXACT,
-            PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
-        )  # fmt: skip
-        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
-        move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
-
-
-@triton.jit
-def _no_token(out, row, tile, head, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Outputs of a padding row."""
-    value = tile * BV + tl.arange(0, BV)
-    tl.store(out + (row * HV + head) * V + value, tl.zeros([BV], tl.float32), mask=value < V)
 
 
 def decode(
@@ -197,8 +122,21 @@ def decode(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    ring = ring_argument(ring)
-    constants = sizes(ring, policy)
+    records = ring_argument(ring)
+    return _decode(read, records, policy, cursors, inputs, launch, sizes(records, policy))
+
+
+def _decode(
+    read: Quantized,
+    ring: Ring,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: GatedDeltaInputs,
+    launch: Launch | None,
+    constants: Mapping[str, int],
+    *,
+    excepted: int | None = None,
+) -> Tensor:
     batch = len(cursors.slots)
     kernel = "decode_bf16" if _are_bf16(ring, inputs) else "decode"
     launch = launch or default_launch(kernel, policy, constants, batch)
@@ -211,6 +149,7 @@ def decode(
         stored(read),
         **constants,
         **_reading(policy, ring, constants, inputs, launch),
+        EXCEPT=excepted,
         AHEAD=launch.ahead,
         **launch.options(),
         BV=launch.block_v,
@@ -249,8 +188,14 @@ def step(
     alone = single_launch(policy, constants, len(cursors.slots))
     if single is None:
         single = alone is not None and launch is None and flush_launch is None
+    if not single and read_copy is None and policy.checkpoint.code_bits == 32:
+        token = (policy, cursors, inputs)
+        out = _decode(read, records, *token, launch, constants, excepted=constants["L"] - 1)
+        due = list_due(cursors, constants["L"], moves=True, commits=True)
+        _step_due(checkpoint, records, *token, flush_launch, constants, due, out, layer)
+        return out
     if not single:
-        out = decode(read, ring, policy, cursors, inputs, launch=launch)
+        out = _decode(read, records, policy, cursors, inputs, launch, constants)
         commit_and_flush(
             checkpoint, read_copy, ring, policy, cursors, layer=layer, launch=flush_launch
         )
@@ -296,6 +241,39 @@ def step(
         **launch.options(*storages.values()),
     )
     return out
+
+
+def _step_due(
+    state: Quantized,
+    ring: Ring,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: GatedDeltaInputs,
+    launch: Launch | None,
+    constants: Mapping[str, int],
+    due: Tensor,
+    out: Tensor,
+    layer: int,
+) -> None:
+    rows = len(cursors.slots)
+    launch = launch or default_launch("flush", policy, constants, rows)
+    work = rows * constants["HV"] * launch.tiles(constants)
+    step_due_kernel[(min(work, resident_programs(due.device, launch.resident)),)](
+        out,
+        token_argument(inputs),
+        ring,
+        cursors,
+        stored(state),
+        layer,
+        due,
+        **constants,
+        CHECKPOINT=policy.checkpoint,
+        READ_COPY=None,
+        **folding(policy, ring, constants, launch),
+        **_reading(policy, ring, constants, inputs, launch),
+        THREADS=32 * launch.num_warps,
+        **launch.options(policy.checkpoint),
+    )
 
 
 def _are_bf16(ring: Ring, inputs: GatedDeltaInputs) -> bool:

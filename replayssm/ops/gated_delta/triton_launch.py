@@ -119,9 +119,10 @@ TABLE = {
     "window": {32: (16, 1, 3), 16: (16, 1, 3), 8: (16, 1), 4: (16, 1)},
 }
 _FEWEST_PROGRAMS = 256
-# A flush whose programs take all tiles of a head in turn, which has a scale: three of them share a
-# multiprocessor. More of smaller tiles would gain nothing.
-_IN_TURN = Launch(block_v=64, num_warps=4, num_stages=1, maxnreg=168)
+# A flush whose programs take all tiles of a head in turn, which has a scale: four of them share a
+# multiprocessor, so that one round does a sixteenth of 256 rows of 32 heads; three where both block
+# scales are tried, which would spill. More of smaller tiles would gain nothing.
+_IN_TURN = Launch(block_v=64, num_warps=4, num_stages=1, maxnreg=128)
 # With few rows `decode` and `step` wait for memory and for each other, not for issue slots: many
 # warps share a small tile. As many programs as an H200 holds at a time.
 _FEW = Launch(block_v=16, num_warps=4, ahead=True)
@@ -135,7 +136,10 @@ def default_launch(
     if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
     if kernel.startswith("flush") and scales_heads(policy):
-        return replace(_IN_TURN, block_v=min(_IN_TURN.block_v, power_of_two(constants["V"])))
+        formats = (policy.checkpoint.format, policy.read_storage.format)
+        tries = any(getattr(fmt, "four_over_six", False) for fmt in formats)
+        rows = min(_IN_TURN.block_v, power_of_two(constants["V"]))
+        return replace(_IN_TURN, block_v=rows, maxnreg=168 if tries else _IN_TURN.maxnreg)
     launch = from_table(TABLE[kernel], policy, constants, rows)
     if not kernel.startswith("decode"):  # a chained product gives every warp 16 rows
         least = 1 if kernel == "window" else 4

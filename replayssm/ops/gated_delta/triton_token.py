@@ -21,6 +21,7 @@ from replayssm.ops.gated_delta.triton_tiles import (
     decay,
     last,
     load_rows,
+    load_vector,
 )
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.operand import has_groups
@@ -52,22 +53,42 @@ def load_token(
     q_at = tokens.q + row * tokens.q_row + key_head * K
     g = tl.load(tokens.g + row * tokens.g_row + head)
     beta = tl.load(tokens.beta + row * tokens.beta_row + head)
-    if PRODUCTS is None:
-        of_keys = ()
-        for start in tl.static_range(0, K, KEY_COLUMNS):
-            column = start + tl.broadcast_to(tl.arange(0, KEY_COLUMNS)[None, :], [BL, KEY_COLUMNS])
-            of_keys = of_keys + (_load_pair(k_at, q_at, column, K),)
-    else:
-        of_keys = load_both(k_at, q_at, K)
-    if not reads_words(READ, K):
-        of_state = ()
-        for start in tl.static_range(0, K, COLUMNS):
-            of_state = of_state + (_load_pair(k_at, q_at, start + tl.arange(0, COLUMNS), K),)
-    elif PRODUCTS is not None and has_groups(READ, K):
-        of_state = of_keys
-    else:
-        of_state = (load_eighths(k_at, K, BK // 8), load_eighths(q_at, K, BK // 8))
+    of_keys = _load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
+    of_state = _load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
     return of_keys, of_state, g, beta, _load_pair(k_at, q_at, tl.arange(0, BK), K)
+
+
+@triton.jit
+def _load_for_keys(
+    k_at, q_at, K: tl.constexpr, PRODUCTS: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """k and q as the ring's keys meet them."""
+    if PRODUCTS is None:
+        pairs = ()
+        for start in tl.static_range(0, K, COLUMNS):
+            column = start + tl.broadcast_to(tl.arange(0, COLUMNS)[None, :], [BL, COLUMNS])
+            pairs = pairs + (_load_pair(k_at, q_at, column, K),)
+        return pairs
+    else:
+        return load_both(k_at, q_at, K)
+
+
+@triton.jit
+def _load_for_state(
+    k_at, q_at, of_keys,
+    K: tl.constexpr, READ: tl.constexpr, PRODUCTS: tl.constexpr,
+    BK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """k and q as the state meets them."""
+    if not reads_words(READ, K):
+        pairs = ()
+        for start in tl.static_range(0, K, COLUMNS):
+            pairs = pairs + (_load_pair(k_at, q_at, start + tl.arange(0, COLUMNS), K),)
+        return pairs
+    elif PRODUCTS is not None and has_groups(READ, K):
+        return of_keys
+    else:
+        return load_eighths(k_at, K, BK // 8), load_eighths(q_at, K, BK // 8)
 
 
 @triton.jit
@@ -116,9 +137,10 @@ def one_token(
     cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
     With few rows memory is idle and time is latency: AHEAD takes two trips to memory, one for the
     token and the slot, one for all that lies at the slot. It reads all L slots of the ring while
-    the cursor is still on its way, and leaves out those past it afterwards. Compilers like to
-    compute between loads, and then to wait for some before they ask for others; what is behind a
-    branch that depends on the cursor stays there.
+    the cursor is still on its way, and leaves out those past it afterwards.
+    Compilers like to compute between loads, and then to wait for some before they ask for others:
+    a barrier keeps loads in front of it, and a branch that depends on the cursor keeps arithmetic
+    behind it.
     Where a result for k stands beside one for q, they are two columns of one tensor: layouts change
     and warps meet once for both. Vectors come from memory in the layout that needs them.
     """
@@ -133,6 +155,10 @@ def one_token(
         state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
     key_head = head // (HV // HK)
     k_at = tokens.k + row * tokens.k_row + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
+    if not AHEAD:
+        g = tl.load(tokens.g + row * tokens.g_row + head)
+        beta = tl.load(tokens.beta + row * tokens.beta_row + head)
     v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
 
     past = record < count
@@ -145,21 +171,20 @@ def one_token(
         old_keys = _load_old(keys, record, asked, K, KEY_COLUMNS)
     else:
         old_keys = load_keys(keys, None if AHEAD else k_at, record, asked, newest, K)
+    if not AHEAD:
+        of_keys = _load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
+        token = of_keys, None, g, beta, None  # the rest where it is needed: it is in the cache
     u_past = load_rows(ring.u + first * V, record, V, asked, value, in_v)  # [BL, BV]
     g_past = tl.load(ring.g + first + record, mask=asked, other=0.0)  # [BL]
-    if not AHEAD:
-        token = load_token(
-            tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS
-        )
-    of_keys, of_state, g, beta, pair = token
     before = 0
     if COMMIT is not None:
         before = tl.zeros([COMMIT], tl.int32)
         if count != L - 1:  # and so every thread has the cursor before anyone counts
             before = count_arrival(cursors, slot, True, COMMIT)
-    elif AHEAD:
+    else:
         tl.debug_barrier()
-    has_room = fits if AHEAD else True
+    BEHIND: tl.constexpr = AHEAD or READ.code_bits == 32
+    has_room = fits if BEHIND else True  # narrower states would spill where all has to come first
     if has_room:
         _answer(
             out, tokens, token, ring, row, slot, count, tile, head,
@@ -196,6 +221,10 @@ def _answer(
         from_keys = tl.where(past[:, None], from_keys, 0.0)
         u_past = tl.where(past[:, None], u_past, 0.0)
         g_past = tl.where(past, g_past, 0.0)
+    if not AHEAD:
+        k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
+        q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
+        of_state = _load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
     if reads_words(READ, K) and PRODUCTS is not None and has_groups(READ, K):
         both = words_times(state, of_state, K, READ, PRODUCTS)
     elif reads_words(READ, K):
@@ -241,7 +270,10 @@ def _answer(
                 tl.store(ring.beta + here, beta)
             if first_head:
                 column = tl.arange(0, BK)
-                k = as_held(pair[0], tokens.k, ring.k)
+                if AHEAD:
+                    k = as_held(pair[0], tokens.k, ring.k)
+                else:
+                    k = load_vector(k_at, column, ring.k, K)
                 at = ring.k + ((slot * HK + head // (HV // HK)) * L + count) * K + column
                 tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
 
