@@ -274,7 +274,10 @@ def _solve_tile_of(
         k = tl.load(mixes + BL * BL + record[None, :] * BK + column[:, None])  # [PIECE, BL]
         predicted = exact_dot(pieces[piece], k, predicted, EXACT)
     predicted *= row_factor(checkpoint, slot, state_row, in_rows, V, CHECKPOINT)[:, None]
-    u = exact_dot(v, mix, -predicted, EXACT)
+    if BL > 16:  # as in `fold_records`: so many steps of a sum do not cut what is predicted
+        u = exact_dot(v, mix, tl.zeros_like(predicted), EXACT) - predicted
+    else:
+        u = exact_dot(v, mix, -predicted, EXACT)
     tl.store(room + AT[1] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
 
 
