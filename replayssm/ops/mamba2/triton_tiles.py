@@ -129,7 +129,11 @@ def tile_rows(
     p = run_of % RUNS * BP + START + r % ROWS
     in_runs = run < H // G * RUNS
     in_rows = (run_of < H // G * RUNS) & (p < P)
-    return group, first % RUNS * BP, base + run // RUNS, base + run_of // RUNS, p, in_runs, in_rows
+    if RUNS == 1:  # sums of scalars first: vectors are computed again for every store, or spill
+        head, head_of = base + first + tl.arange(0, HEADS), base + first + r // ROWS
+    else:
+        head, head_of = base + run // RUNS, base + run_of // RUNS
+    return group, first % RUNS * BP, head, head_of, p, in_runs, in_rows
 
 
 @triton.jit
