@@ -128,6 +128,10 @@ def default_launch(
     if kernel != "decode" and heads * pieces[0] != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * pieces[0] // 16), None
+    copies = (policy.checkpoint, policy.read_storage)
+    chooses = any(getattr(copy.format, "four_over_six", False) for copy in copies)
+    if len(pieces) > 1 and kernel != "decode" and chooses:
+        num_warps *= 2  # a choice between two scales spills in four warps
     if kernel == "flush" and any_row:
         maxnreg = None  # a loop spills
     return Launch(
