@@ -38,6 +38,12 @@ def scales_heads(policy: PrecisionPolicy) -> bool:
     return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
 
 
+def tries_two_scales(policy: PrecisionPolicy) -> bool:
+    """Whether blocks of a written copy take the better of two scales, which takes registers."""
+    formats = (policy.checkpoint.format, policy.read_storage.format)
+    return any(isinstance(fmt, BlockFormat) and fmt.four_over_six for fmt in formats)
+
+
 def unscaled_dtype(stored: Storage | Quantized) -> torch.dtype:
     """A dtype that holds every result of `quantize.tiles.load_unscaled`.
 

@@ -268,7 +268,6 @@ def _step_due(
         due,
         **constants,
         CHECKPOINT=policy.checkpoint,
-        READ_COPY=None,
         **folding(policy, ring, constants, launch),
         **_reading(policy, ring, constants, inputs, launch),
         THREADS=32 * launch.num_warps,

@@ -21,7 +21,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
 from replayssm.ops.triton_common import interpreted, precision_of
-from replayssm.ops.triton_policy import check_copies, scales_heads
+from replayssm.ops.triton_policy import check_copies, scales_heads, tries_two_scales
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,10 +136,9 @@ def default_launch(
     if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
     if kernel.startswith("flush") and scales_heads(policy):
-        formats = (policy.checkpoint.format, policy.read_storage.format)
-        tries = any(getattr(fmt, "four_over_six", False) for fmt in formats)
         rows = min(_IN_TURN.block_v, power_of_two(constants["V"]))
-        return replace(_IN_TURN, block_v=rows, maxnreg=168 if tries else _IN_TURN.maxnreg)
+        maxnreg = 168 if tries_two_scales(policy) else _IN_TURN.maxnreg
+        return replace(_IN_TURN, block_v=rows, maxnreg=maxnreg)
     launch = from_table(TABLE[kernel], policy, constants, rows)
     if not kernel.startswith("decode"):  # a chained product gives every warp 16 rows
         least = 1 if kernel == "window" else 4

@@ -106,7 +106,6 @@ def step_due_kernel(
     READ: tl.constexpr,
     PRODUCTS: tl.constexpr,
     CHECKPOINT: tl.constexpr,
-    READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,
     KEYS: tl.constexpr,
     FULL: tl.constexpr,
@@ -139,7 +138,7 @@ def step_due_kernel(
         tl.debug_barrier()  # the record is in memory
         fold_and_write(
             state, None, layer, ring, cursors, None, None, ticket, head, tile,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, False, KEYS, FULL, EXACT,
+            HK, HV, K, V, L, CHECKPOINT, None, WHOLE, False, KEYS, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
 

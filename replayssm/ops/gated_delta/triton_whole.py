@@ -96,6 +96,7 @@ def _magnitudes_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def largest_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
+    """The pattern of the largest magnitude of a head that is kept."""
     _, magnitudes = _magnitudes_kept(room, AT, V, BK)
     return tl.max(magnitudes)
 

@@ -18,10 +18,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.gated_delta.triton_apply import open_window
-from replayssm.ops.gated_delta.triton_launch import (
-    Launch,
-    default_launch,
-)
+from replayssm.ops.gated_delta.triton_launch import Launch, default_launch
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, last, load_rows, substitute
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.operand import (

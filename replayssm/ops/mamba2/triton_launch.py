@@ -22,7 +22,7 @@ from replayssm.ops.mamba2.triton_tiles import Ring, Tokens, pieces_of
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.quantize.words import blocks_of
 from replayssm.ops.triton_common import MOST_COUNTED_HEADS, Cursors, precision_of
-from replayssm.ops.triton_policy import scales_heads
+from replayssm.ops.triton_policy import scales_heads, tries_two_scales
 from replayssm.policy import PrecisionPolicy
 
 Sizes = dict[str, int]  # H, P, G, N, L
@@ -43,7 +43,8 @@ class Launch:
             that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
-        eager: whether a token asks for the whole ring, before it knows how much of it is used.
+        eager: whether a decode asks for the whole ring, before it knows how much of it is used; a
+            step in one kernel always does.
     """
 
     heads: int = 1
@@ -128,10 +129,8 @@ def default_launch(
     if kernel != "decode" and heads * pieces[0] != rows:
         # Chained products keep one layout if every warp has 16 rows of the tile.
         num_warps, maxnreg = max(1, heads * pieces[0] // 16), None
-    copies = (policy.checkpoint, policy.read_storage)
-    chooses = any(getattr(copy.format, "four_over_six", False) for copy in copies)
-    if len(pieces) > 1 and kernel != "decode" and chooses:
-        num_warps *= 2  # a choice between two scales spills in four warps
+    if len(pieces) > 1 and kernel != "decode" and tries_two_scales(policy):
+        num_warps *= 2  # it spills in four warps
     if kernel == "flush" and any_row:
         maxnreg = None  # a loop spills
     return Launch(

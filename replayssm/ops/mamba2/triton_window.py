@@ -19,10 +19,7 @@ from replayssm.formats.quantized import Quantized
 from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_launch import Launch
-from replayssm.ops.mamba2.triton_tiles import (
-    decay,
-    load_and_append,
-)
+from replayssm.ops.mamba2.triton_tiles import decay, load_and_append
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.operand import (
     in_order,
