@@ -20,7 +20,7 @@ from torch import Tensor
 
 from replayssm.formats.codec import Quantized
 
-_ARRIVALS = 256  # counters of a slot, as `ops/triton_common.Cursors` has them
+_ARRIVALS = 512  # counters of a slot, as `ops/triton_common.Cursors` has them
 _PER_ROW = ("pos", "flushes", "sequence", "seed", "saturated", "not_finite")
 
 
@@ -112,17 +112,17 @@ class ReplayCache:
     def kernel_arguments(self) -> dict[str, list[Tensor]]:
         """Tensors in the order that operators take them, by reference: row i is slot i.
 
-        "cursors": slots, pos, flushes, sequence, seed, saturated, not_finite, arrivals.
+        "cursors": slots, pos, arrivals, flushes, sequence, seed, saturated, not_finite.
         """
         read_copy = [] if self.read_copy is None else list(self.read_copy.tensors().values())
         slots = torch.arange(self.batch, dtype=torch.int32, device=self.pos.device)
-        cursors = [self.pos, self.flushes, self.sequence, self.seed]
-        cursors += [self.saturated, self.not_finite]
+        cursors = [slots, self.pos, slots.new_zeros(self.batch, _ARRIVALS)]
+        cursors += [self.flushes, self.sequence, self.seed, self.saturated, self.not_finite]
         return {
             "checkpoint": list(self.checkpoint.tensors().values()),
             "read_copy": read_copy,
             "ring": list(self.ring.values()),
-            "cursors": [slots, *cursors, slots.new_zeros(self.batch, _ARRIVALS)],
+            "cursors": cursors,
         }
 
     def clone(self) -> ReplayCache:

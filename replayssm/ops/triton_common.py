@@ -27,12 +27,12 @@ class Cursors(NamedTuple):
 
     slots: Tensor  # [B] int32 or int64: slot of each row; negative: a padding row, left alone
     pos: Tensor  # [S] int64: committed records
+    arrivals: Tensor  # [S, 512] int32, from `new_arrivals`: zero between launches
     flushes: Tensor  # [S] int64: state writes so far, the flush index of the next one
     sequence: Tensor  # [S] int64, in [0, 2^32)
     seed: Tensor  # [S] int64, in [0, 2^32)
     saturated: Tensor  # [S] int64: elements saturated on writing, summed over writes and copies
     not_finite: Tensor  # [S] int64: elements written that were Inf or NaN, counted once a write
-    arrivals: Tensor  # [S, 256] int32, from `new_arrivals`: zero between launches
 
 
 def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
@@ -51,12 +51,15 @@ def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
 
 
 MOST_COUNTED_HEADS = 255
-_ARRIVALS = tl.constexpr(1 + MOST_COUNTED_HEADS)  # of a slot: of its row's programs, of each head's
+# Of a slot: programs of its row, and of each of its heads; one for nothing, and of each head what
+# its programs have said so far (`largest_of_head`).
+COUNTERS = 2 * (1 + MOST_COUNTED_HEADS)
+_COUNTERS = tl.constexpr(COUNTERS)
 
 
 def new_arrivals(per_slot: Tensor) -> Tensor:
     """Counters for as many slots as `per_slot` [S] has, on its device."""
-    size = len(per_slot), _ARRIVALS.value
+    size = len(per_slot), COUNTERS
     return torch.zeros(size, dtype=torch.int32, device=per_slot.device)
 
 
@@ -194,7 +197,7 @@ def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
     tl.debug_barrier()
     thread = tl.arange(0, THREADS)  # addresses differ, or the compiler makes all wait for the first
     first = ((thread == 0) & counts) != 0  # Triton 3.9's interpreter wants a comparison here
-    at = cursors.arrivals + slot * _ARRIVALS + thread
+    at = cursors.arrivals + slot * _COUNTERS + thread
     return tl.atomic_add(at, 1, mask=first, sem="relaxed")
 
 
@@ -205,23 +208,37 @@ def move_if_last(cursors, slot, before, programs, pos, flushes, THREADS: tl.cons
     thread = tl.arange(0, THREADS)
     last = (thread == 0) & (before == programs - 1)
     at = slot + thread
-    tl.store(cursors.arrivals + slot * _ARRIVALS + thread, 0, mask=last)
+    tl.store(cursors.arrivals + slot * _COUNTERS + thread, 0, mask=last)
     tl.store(cursors.pos + at, pos, mask=last)
     if flushes is not None:
         tl.store(cursors.flushes + at, flushes, mask=last)
 
 
 @triton.jit
-def is_last_of_head(cursors, slot, head, programs):
-    """Counts a program of a head, of which there are so many, with all that it has stored; whether
-    the others had been counted, and what they stored can be read. Heads: 255 at most."""
-    tl.debug_barrier()
-    at = cursors.arrivals + slot * _ARRIVALS + 1 + head
-    is_last = tl.atomic_add(at, 1) == programs - 1
-    if is_last:
-        tl.store(at, 0)
-    tl.debug_barrier()
-    return is_last
+def largest_of_head(cursors, slot, head, programs, pattern):
+    """The largest `pattern` (int32, not negative) of the `programs` of a head (heads: 255 at most),
+    each of which waits here for the others. The counters are `forget_heads`'s to clear.
+
+    The programs of a head have numbers that follow each other, and a GPU starts programs in the
+    order of their numbers: those that wait for one that has not started are programs of one head
+    at most, and every other program ends without them. In Triton's interpreter, where programs run
+    one after the other, the first would wait for ever.
+    """
+    at = cursors.arrivals + slot * _COUNTERS + 1 + head
+    tl.atomic_max(at + _COUNTERS // 2, pattern, sem="relaxed")
+    counted = tl.atomic_add(at, 1, sem="acq_rel") + 1
+    while counted < programs:
+        counted = tl.atomic_add(at, 0, sem="acquire")
+    return tl.atomic_max(at + _COUNTERS // 2, 0, sem="relaxed")
+
+
+@triton.jit
+def forget_heads(cursors, slot, before, programs):
+    """Clears what `largest_of_head` counted of a row's heads, if `before`, of `count_arrival`, says
+    that all others of its `programs` had been counted."""
+    if tl.max(before) == programs - 1:
+        counter = tl.arange(0, _COUNTERS)
+        tl.store(cursors.arrivals + slot * _COUNTERS + counter, 0, mask=counter > 0)
 
 
 @triton.jit

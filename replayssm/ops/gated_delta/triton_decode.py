@@ -45,21 +45,22 @@ from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
     MOST_COUNTED_HEADS,
     Cursors,
+    interpreted,
     list_due,
     precision_of,
     resident_programs,
 )
-from replayssm.ops.triton_policy import scales_heads
 from replayssm.policy import PrecisionPolicy
 
 
 @triton.jit
 def decode_kernel(
-    out,  # [B, HV, V] FP32
+    slots,  # [B], of `cursors`: what is loaded first
     tokens,  # Tokens
-    ring,  # Ring
-    cursors,  # Cursors
     read,  # Stored
+    ring,  # Ring
+    out,  # [B, HV, V] FP32
+    cursors,  # Cursors
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -77,7 +78,7 @@ def decode_kernel(
 ):
     """Grid (tiles of V, HV, B). Constants: `one_token`."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     token = None
     if AHEAD:
         token = load_token(
@@ -142,11 +143,12 @@ def _decode(
     launch = launch or default_launch(kernel, policy, constants, batch)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], batch)](
-        out,
+        cursors.slots,
         token_argument(inputs),
-        ring,
-        cursors,
         stored(read),
+        ring,
+        out,
+        cursors,
         **constants,
         **_reading(policy, ring, constants, inputs, launch),
         EXCEPT=excepted,
@@ -208,24 +210,22 @@ def step(
         )
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
-    shared = scales_heads(policy) and launch.tiles(constants) > 1
-    if shared and constants["HV"] > MOST_COUNTED_HEADS:
+    options = {**constants, **storages, **folding(policy, records, constants, launch)}
+    shared = options["WHOLE"] and launch.tiles(constants) > 1
+    if shared and (interpreted() or constants["HV"] > MOST_COUNTED_HEADS):
         raise ValueError(
-            f"single: {constants['HV']} heads, at most {MOST_COUNTED_HEADS} may be cut into tiles "
-            "where a copy has a scale per head"
+            f"single: block_v {launch.block_v} cuts {constants['HV']} heads that have a scale into "
+            f"{launch.tiles(constants)} tiles, whose programs wait for each other; allowed are "
+            f"whole heads, and on a GPU tiles of at most {MOST_COUNTED_HEADS} heads"
         )
-    options = {
-        **constants,
-        **storages,
-        **folding(policy, records, constants, launch),
-        "SHARED": shared,
-    }
+    options |= {"WHOLE": options["WHOLE"] and not shared, "SHARED": shared}
     step_kernel[grid](
-        out,
+        cursors.slots,
         token_argument(inputs),
-        records,
-        cursors,
         stored(read),
+        records,
+        out,
+        cursors,
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
         layer,

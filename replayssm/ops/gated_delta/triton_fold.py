@@ -19,9 +19,10 @@ from replayssm.ops.gated_delta.triton_tiles import (
     substitute,
     write_state,
 )
-from replayssm.ops.gated_delta.triton_whole import is_exact, keep_tile, largest_kept, write_head
+from replayssm.ops.gated_delta.triton_whole import is_exact, keep_tile, write_head
+from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import exact_dot, is_last_of_head
+from replayssm.ops.triton_common import exact_dot, largest_of_head
 
 # A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
 _FEW = tl.constexpr(16)
@@ -71,8 +72,8 @@ def fold_and_write(
     L: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
-    WHOLE: tl.constexpr,  # a copy has a scale per head: all of its tiles are folded, not one
-    SHARED: tl.constexpr,  # by programs that fold a tile each; the last one rounds them all
+    WHOLE: tl.constexpr,  # all tiles of a head, because a copy has a scale per head, not one
+    SHARED: tl.constexpr,  # that copy's tiles have a program each, which are all in this launch
     KEYS: tl.constexpr,  # precision of k times k
     FULL: tl.constexpr,  # of u times k
     EXACT: tl.constexpr,  # of FP32 times FP32
@@ -90,10 +91,11 @@ def fold_and_write(
     all their blocks, then the tiles written. All of a head at once would leave a multiprocessor to
     one program, whose loads, products and stores would take turns.
 
-    SHARED, `room` is the head's: every program finds what the rows have in common, the same bits.
+    SHARED, programs tell each other how large their tiles are, and `room` is the head's: every one
+    finds what the rows have in common, the same bits.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
-    EACH: tl.constexpr = TILES if WHOLE and not SHARED else 1
+    EACH: tl.constexpr = TILES if WHOLE else 1
     SOLVES: tl.constexpr = ring.v is not None
     COMBINES: tl.constexpr = SOLVES and mixes is None
     AT: tl.constexpr = room_for(COMBINES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
@@ -123,29 +125,25 @@ def fold_and_write(
                     V, K, CHECKPOINT, BV, BK, BK // FOLDED, part,
                 )  # fmt: skip
                 amax = tl.maximum(amax, peak)
-        if not SHARED:
-            tl.debug_barrier()
-            write_head(
-                room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
-                AT, V, K, CHECKPOINT, READ_COPY, BV, ROUNDED, BK,
-            )  # fmt: skip
-        elif is_last_of_head(cursors, slot, head, TILES):
-            amax = largest_kept(room, AT, V, BK)
-            write_head(
-                room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
-                AT, V, K, CHECKPOINT, READ_COPY, BV, ROUNDED, BK,
-            )  # fmt: skip
+        tl.debug_barrier()
+        write_head(
+            room, checkpoint, read_copy, cursors, layer, ticket, head, amax,
+            AT, V, K, CHECKPOINT, READ_COPY, BV, ROUNDED, BK,
+        )  # fmt: skip
     else:
         s = _fold_tile(
             checkpoint, ring, room, slot, head, first, count, AT,
             HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, 1, 0,
         )  # fmt: skip
         tl.debug_barrier()
+        amax = None
+        if SHARED:
+            amax = largest_of_head(cursors, slot, head, TILES, tl.max(magnitude_bits(s)))
         value = first * BV + tl.arange(0, BV)
         in_rows = None if V % BV == 0 else value < V
         write_state(
             s, checkpoint, read_copy, cursors, layer, ticket, head * V + value, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY,
+            V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
         )  # fmt: skip
 
 

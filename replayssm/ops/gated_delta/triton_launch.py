@@ -21,6 +21,7 @@ from replayssm.formats.storage import Storage
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
 from replayssm.ops.quantize import layout
 from replayssm.ops.triton_common import interpreted, precision_of
+from replayssm.ops.triton_inputs import dense_heads, strides
 from replayssm.ops.triton_policy import check_copies, scales_heads, tries_two_scales
 from replayssm.policy import PrecisionPolicy
 
@@ -170,7 +171,11 @@ def single_launch(
 ) -> Launch | None:
     """How one kernel does all of a step, or None where there are so many rows that several do it
     faster."""
-    return _FEW if _programs(_FEW, constants, rows) <= _FEW_PROGRAMS else None
+    if _programs(_FEW, constants, rows) > _FEW_PROGRAMS:
+        return None
+    if interpreted() and scales_heads(policy):  # programs that share a head wait for each other
+        return replace(_FEW, block_v=power_of_two(constants["V"]))
+    return _FEW
 
 
 def _programs(launch: Launch, constants: Mapping[str, int], rows: int) -> int:
@@ -193,13 +198,8 @@ def ring_argument(ring: Mapping[str, Tensor]) -> Ring:
 
 def token_argument(inputs: GatedDeltaInputs) -> Tokens:
     """Kernel argument of inputs; copied only where a token's heads are not dense in memory."""
-    dense = [_dense_heads(tensor) for tensor in inputs]
-    return Tokens(*dense, *(t.stride(0) for t in dense), *(t.stride(1) for t in dense))
-
-
-def _dense_heads(tensor: Tensor) -> Tensor:
-    heads = tensor[:1, :1]
-    return tensor if heads.is_contiguous() else tensor.contiguous()
+    dense = [dense_heads(tensor) for tensor in inputs]
+    return Tokens(*dense, *strides(dense, 0), *strides(dense, 1))
 
 
 def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:

@@ -9,16 +9,24 @@ import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_fold import fold_and_write, room_for
 from replayssm.ops.gated_delta.triton_token import load_token, one_token
-from replayssm.ops.triton_common import Ticket, bound, count_arrival, load_ticket, move_if_last
+from replayssm.ops.triton_common import (
+    Ticket,
+    bound,
+    count_arrival,
+    forget_heads,
+    load_ticket,
+    move_if_last,
+)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def step_kernel(
-    out,  # [B, HV, V] FP32
+    slots,  # [B], of `cursors`: what is loaded first
     tokens,  # Tokens
-    ring,  # Ring
-    cursors,  # Cursors
     read,  # Stored
+    ring,  # Ring
+    out,  # [B, HV, V] FP32
+    cursors,  # Cursors
     checkpoint,  # Stored
     read_copy,  # Stored, or None
     layer,
@@ -54,14 +62,15 @@ def step_kernel(
     its tile. A row's last program to finish moves its cursor, when all others have read it.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     token = load_token(tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS)
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
         no_token(out, row, tile, head, HV, V, BV)
         return
     pos = tl.load(cursors.pos + slot)
-    programs = tl.num_programs(0) * tl.num_programs(1)
+    TILES: tl.constexpr = (V + BV - 1) // BV  # the grid's size costs a trip to memory
+    programs: tl.constexpr = TILES * HV
     before = one_token(
         out, tokens, token, ring, cursors, read, row, slot, pos.to(tl.int32), tile, head,
         HK, HV, K, V, L, READ, PRODUCTS, True, THREADS, BV, BK, BL, COLUMNS, KEY_COLUMNS,
@@ -76,7 +85,7 @@ def step_kernel(
         if room is not None:
             program = row * HV + head
             if not SHARED:
-                program = program * tl.num_programs(0) + tile
+                program = program * TILES + tile
             SOLVES: tl.constexpr = ring.v is not None
             SIZE: tl.constexpr = room_for(SOLVES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
             room += program * SIZE
@@ -86,6 +95,8 @@ def step_kernel(
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
         before = count_arrival(cursors, slot, flushes >= 0, THREADS)
+        if SHARED:
+            forget_heads(cursors, slot, before, programs)
         move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
 
 

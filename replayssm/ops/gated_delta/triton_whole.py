@@ -86,22 +86,6 @@ def write_head(
 
 
 @triton.jit
-def _magnitudes_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
-    """Where the largest magnitudes of a head's blocks are kept, and their patterns."""
-    value, block = tl.arange(0, triton.next_power_of_2(V)), tl.arange(0, BK // 16)
-    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
-    kept = tl.load(at, mask=(value < V)[:, None], other=0.0)
-    return at, kept.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def largest_kept(room, AT: tl.constexpr, V: tl.constexpr, BK: tl.constexpr):
-    """The pattern of the largest magnitude of a head that is kept."""
-    _, magnitudes = _magnitudes_kept(room, AT, V, BK)
-    return tl.max(magnitudes)
-
-
-@triton.jit
 def _choose_scales(
     room, read, slot, head, amax, AT: tl.constexpr,
     V: tl.constexpr, K: tl.constexpr, READ: tl.constexpr, BK: tl.constexpr,
@@ -109,9 +93,10 @@ def _choose_scales(
     """Block scales of a head from the magnitudes in `room`, which they replace; whether a code may
     overflow under them."""
     ROWS: tl.constexpr = triton.next_power_of_2(V)
-    value = tl.arange(0, ROWS)
+    value, block = tl.arange(0, ROWS), tl.arange(0, BK // 16)
     in_rows = None if V == ROWS else value < V
-    at, largest = _magnitudes_kept(room, AT, V, BK)
+    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
+    largest = tl.load(at, mask=(value < V)[:, None], other=0.0).to(tl.int32, bitcast=True)
     scales, may_overflow = store_scales(
         largest, amax, read, slot, head * V + value, in_rows, V, K, BK, READ
     )

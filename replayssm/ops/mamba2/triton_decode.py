@@ -54,10 +54,12 @@ from replayssm.policy import PrecisionPolicy
 
 @triton.jit
 def decode_kernel(
-    out,                                # [B, H, P] float32
-    tokens, A, ring, cursors,           # Tokens, [H], Ring, Cursors
+    slots,                              # [B], of `cursors`: what is loaded first
+    tokens, A, ring,                    # Tokens, [H], Ring
     read,                               # Stored
+    out, cursors,                       # [B, H, P] float32, Cursors
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    TILES: tl.constexpr,                # of a row
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
     EAGER: tl.constexpr,                # see `ask_early`
@@ -65,8 +67,8 @@ def decode_kernel(
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
-    row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
-    slot = tl.load(cursors.slots + row).to(tl.int64)
+    row, part = tl.program_id(1), tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
     PARTS: tl.constexpr = DOTS is not None
     token = load_token(
         tokens, A, row, part, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
@@ -82,7 +84,7 @@ def decode_kernel(
         if pos == EXCEPT:
             return
     decode_token(
-        out, tokens, token, ring, read, asked, row, slot, pos, part, parts,
+        out, tokens, token, ring, read, asked, row, slot, pos, part, TILES,
         H, P, G, N, L, READ, RING, DOTS, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
@@ -143,18 +145,20 @@ def decode_and_flush_tile(
 
 @triton.jit(do_not_specialize=["layer"])
 def step_kernel(
-    out, tokens, A, ring, cursors,      # as above
-    checkpoint, read_copy, layer,       # Stored; Stored or None
+    slots, tokens, A, ring,             # as above
+    read_copy, checkpoint,              # Stored or None; Stored
+    out, cursors, layer,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    TILES: tl.constexpr,
     RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
     D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B): outputs, records, flushes and cursors in one launch."""
-    row, part, parts = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    row, part = tl.program_id(1), tl.program_id(0)
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
-    slot = tl.load(cursors.slots + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     token = load_token(
         tokens, A, row, part, H, P, G, N, READ, False, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
@@ -171,7 +175,7 @@ def step_kernel(
     if pos >= L:
         before = count_arrival(cursors, slot, True, THREADS)
         store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
-        move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
+        move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
         return
     flushes = pos == L - 1
     if READ_COPY is None:
@@ -187,8 +191,8 @@ def step_kernel(
                 out, tokens, token, records, row, part, y, None, None, pos,
                 H, P, G, RING, HEADS, BP,
             )  # fmt: skip
-            append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
-            move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
+            append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
+            move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
     else:
         y = times_C(loaded, token[1], N, WIDTH, READ)
         before = count_arrival(cursors, slot, pos < L - 1, THREADS)
@@ -206,11 +210,11 @@ def step_kernel(
                 H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
         else:
-            append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
-            move_if_last(cursors, slot, before, parts, pos + 1, None, THREADS)
+            append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
+            move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
     if flushes:
         before = count_arrival(cursors, slot, True, THREADS)
-        move_if_last(cursors, slot, before, parts, 0, ticket.flushes + 1, THREADS)
+        move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
 
 
 def decode(
@@ -294,14 +298,17 @@ def _decode(
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
     launch = launch or triton_launch.default_launch("decode", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    decode_kernel[(triton_launch.tiles(sizes, launch), rows)](
-        out,
+    tiles = triton_launch.tiles(sizes, launch)
+    decode_kernel[(tiles, rows)](
+        cursors.slots,
         triton_launch.tokens(inputs),
         inputs.A,
         triton_launch.ring(ring),
-        cursors,
         stored(read),
+        out,
+        cursors,
         **sizes,
+        TILES=tiles,
         READ=triton_launch.reading(read),
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
@@ -330,16 +337,19 @@ def _single(
     rows = inputs.x.shape[0]
     launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    step_kernel[(triton_launch.tiles(sizes, launch), rows)](
-        out,
+    tiles = triton_launch.tiles(sizes, launch)
+    step_kernel[(tiles, rows)](
+        cursors.slots,
         triton_launch.tokens(inputs),
         inputs.A,
         triton_launch.ring(ring),
-        cursors,
-        stored(checkpoint),
         None if read_copy is None else stored(read_copy),
+        stored(checkpoint),
+        out,
+        cursors,
         layer,
         **sizes,
+        TILES=tiles,
         RING=triton_launch.ring_storage(policy, ring),
         CHECKPOINT=policy.checkpoint,
         READ_COPY=policy.read_copy,

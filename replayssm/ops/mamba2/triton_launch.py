@@ -21,7 +21,8 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens, pieces_of
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.quantize.words import blocks_of
-from replayssm.ops.triton_common import MOST_COUNTED_HEADS, Cursors, precision_of
+from replayssm.ops.triton_common import COUNTERS, Cursors, precision_of
+from replayssm.ops.triton_inputs import dense_heads, strides
 from replayssm.ops.triton_policy import scales_heads, tries_two_scales
 from replayssm.policy import PrecisionPolicy
 
@@ -237,8 +238,8 @@ def ring(tensors: Mapping[str, Tensor]) -> Ring:
             raise ValueError(f"ring {name} has strides {tensors[name].stride()} in a slot")
     if tensors["dt"].dtype != torch.float32:
         raise ValueError(f"ring dt is {tensors['dt'].dtype}, expected torch.float32")
-    pairs = [(as_codes(tensors[name]), tensors[name].stride(0)) for name in ("x", "B", "dt")]
-    return Ring(*(value for pair in pairs for value in pair))
+    fields = [tensors[name] for name in ("x", "B", "dt")]
+    return Ring(*map(as_codes, fields), *(tensor.stride(0) for tensor in fields))
 
 
 def has_d_per_channel(inputs: Mamba2Inputs) -> bool:
@@ -248,12 +249,9 @@ def has_d_per_channel(inputs: Mamba2Inputs) -> bool:
 
 def tokens(inputs: Mamba2Inputs) -> Tokens:
     """Kernel argument for inputs; a tensor whose heads are not dense is copied."""
-    values = []
-    for tensor in (inputs.x, inputs.B_, inputs.C, inputs.dt):
-        if not tensor[:1, :1].is_contiguous():
-            tensor = tensor.contiguous()
-        values += [tensor, tensor.stride(0), tensor.stride(1)]
-    return Tokens(*values, None if inputs.D is None else inputs.D.contiguous())
+    dense = [dense_heads(tensor) for tensor in (inputs.x, inputs.B_, inputs.C, inputs.dt)]
+    D = None if inputs.D is None else inputs.D.contiguous()
+    return Tokens(*dense, D, *strides(dense, 0), *strides(dense, 1))
 
 
 def sizes(
@@ -277,8 +275,8 @@ def sizes(
         "ring B": (ring["B"], (slot_count, G, L, N)),
         "ring dt": (ring["dt"], (slot_count, H, L)),
     }
-    shapes |= {name: (getattr(cursors, name), (slot_count,)) for name in Cursors._fields[1:-1]}
-    shapes["arrivals"] = (cursors.arrivals, (slot_count, 1 + MOST_COUNTED_HEADS))
+    shapes |= {name: (getattr(cursors, name), (slot_count,)) for name in Cursors._fields[1:]}
+    shapes["arrivals"] = (cursors.arrivals, (slot_count, COUNTERS))
     if inputs is not None:
         shapes |= {
             "x": (inputs.x, (rows, tokens, H, P)),

@@ -82,10 +82,10 @@ class Ring(NamedTuple):
     """Records of S slots, and elements from slot to slot."""
 
     x: Tensor  # [S, H, L, P]
-    x_slot: int
     B: Tensor  # [S, G, L, N]
-    B_slot: int
     dt: Tensor  # [S, H, L] float32
+    x_slot: int
+    B_slot: int
     dt_slot: int
 
 
@@ -93,18 +93,18 @@ class Tokens(NamedTuple):
     """Inputs of B rows, and elements from row to row and from token to token."""
 
     x: Tensor  # [B, T, H, P]
-    x_row: int
-    x_token: int
     B: Tensor  # [B, T, G, N]
-    B_row: int
-    B_token: int
     C: Tensor  # [B, T, G, N]
-    C_row: int
-    C_token: int
     dt: Tensor  # [B, T, H] float32
-    dt_row: int
-    dt_token: int
     D: Tensor | None  # [H] or [H, P]
+    x_row: int
+    B_row: int
+    C_row: int
+    dt_row: int
+    x_token: int
+    B_token: int
+    C_token: int
+    dt_token: int
 
 
 @triton.jit

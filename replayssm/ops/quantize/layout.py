@@ -21,10 +21,10 @@ class Stored(NamedTuple):
     """A pool of stored matrices as kernels take it: pointers, and elements from slot to slot."""
 
     data: Tensor
-    data_slot: int
     scale: Tensor | None
-    scale_slot: int
     tensor_scale: Tensor | None
+    data_slot: int
+    scale_slot: int
     tensor_scale_slot: int
 
 
@@ -35,16 +35,13 @@ def stored(quantized: Quantized) -> Stored:
         ValueError: a tensor whose slots are not dense in themselves.
     """
     tensors = quantized.tensors()
-    arguments = []
-    for name in ("data", "scale", "tensor_scale"):
-        tensor = tensors.get(name)
-        if tensor is None:
-            arguments += [None, 0]
-            continue
-        if not tensor[0].is_contiguous():
+    fields = [tensors.get(name) for name in Stored._fields[:3]]
+    for name, tensor in zip(Stored._fields, fields, strict=False):
+        if tensor is not None and not tensor[0].is_contiguous():
             raise ValueError(f"{name} {list(tensor.shape)} has strides {tensor.stride()} in a slot")
-        arguments += [as_codes(tensor), tensor.stride(0)]
-    return Stored(*arguments)
+    codes = [None if tensor is None else as_codes(tensor) for tensor in fields]
+    # What is not there has a stride that is compiled in, and takes no place among the arguments.
+    return Stored(*codes, *(1 if tensor is None else tensor.stride(0) for tensor in fields))
 
 
 def as_codes(tensor: Tensor) -> Tensor:
@@ -132,7 +129,7 @@ def rows_from(stored, first, ROWS: tl.constexpr, COLS: tl.constexpr, STORAGE: tl
     if SCALES == "nvfp4":
         tensor_scale = stored.tensor_scale + first // ROWS
     return Stored(
-        data, stored.data_slot, scale, stored.scale_slot, tensor_scale, stored.tensor_scale_slot
+        data, scale, tensor_scale, stored.data_slot, stored.scale_slot, stored.tensor_scale_slot
     )
 
 

@@ -1,0 +1,25 @@
+"""Inputs of a launch as the kernels of every recurrence take them.
+
+Owns which strides a kernel is given. Knows no kernel and no recurrence.
+
+The arguments of a launch lie in constant memory, of which a multiprocessor fetches 64 bytes at a
+time, and a warp waits for each: with few rows, for as long as for a trip to the state. So a kernel
+takes first what it needs before its first loads, in 112 bytes if they will do (16 more are the
+compiler's), and nothing that it does not need: an integer that is 1 is compiled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def dense_heads(tensor: Tensor) -> Tensor:
+    """`tensor` [B, T, ...]; copied where a token's heads are not dense in memory."""
+    return tensor if tensor[:1, :1].is_contiguous() else tensor.contiguous()
+
+
+def strides(tensors: Sequence[Tensor], dim: int) -> list[int]:
+    """Elements from one place to the next in `dim`, of each; 1 where there is one place only."""
+    return [tensor.stride(dim) if tensor.shape[dim] > 1 else 1 for tensor in tensors]
