@@ -199,7 +199,7 @@ def ring_argument(ring: Mapping[str, Tensor]) -> Ring:
 def token_argument(inputs: GatedDeltaInputs) -> Tokens:
     """Kernel argument of inputs; copied only where a token's heads are not dense in memory."""
     dense = [dense_heads(tensor) for tensor in inputs]
-    return Tokens(*dense, *strides(dense, 0), *strides(dense, 1))
+    return Tokens(*dense, *strides(dense))
 
 
 def sizes(ring: Ring, policy: PrecisionPolicy) -> dict[str, int]:

@@ -251,7 +251,7 @@ def tokens(inputs: Mamba2Inputs) -> Tokens:
     """Kernel argument for inputs; a tensor whose heads are not dense is copied."""
     dense = [dense_heads(tensor) for tensor in (inputs.x, inputs.B_, inputs.C, inputs.dt)]
     D = None if inputs.D is None else inputs.D.contiguous()
-    return Tokens(*dense, D, *strides(dense, 0), *strides(dense, 1))
+    return Tokens(*dense, D, *strides(dense))
 
 
 def sizes(
