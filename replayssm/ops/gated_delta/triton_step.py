@@ -89,13 +89,15 @@ def step_kernel(
             SOLVES: tl.constexpr = ring.v is not None
             SIZE: tl.constexpr = room_for(SOLVES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
             room += program * SIZE
+        if not SHARED:
+            before = count_arrival(cursors, slot, flushes >= 0, THREADS)
         fold_and_write(
             checkpoint, read_copy, layer, ring, cursors, None, room, ticket, head, tile,
             HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, SHARED, KEYS, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
-        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
         if SHARED:
+            before = count_arrival(cursors, slot, flushes >= 0, THREADS)
             forget_heads(cursors, slot, before, programs)
         move_if_last(cursors, slot, before, programs, pos * 0, flushes + 1, THREADS)
 

@@ -180,10 +180,12 @@ def step_kernel(
     flushes = pos == L - 1
     if READ_COPY is None:
         if flushes:
+            before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
             flush_token(
                 out, tokens, token, records, cursors, checkpoint, layer, ticket, part,
                 H, P, G, N, L, CHECKPOINT, RING, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
+            move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
         else:
             y = times_C(loaded, token[1], N, WIDTH, READ)
             before = count_arrival(cursors, slot, True, THREADS)
@@ -195,7 +197,7 @@ def step_kernel(
             move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
     else:
         y = times_C(loaded, token[1], N, WIDTH, READ)
-        before = count_arrival(cursors, slot, pos < L - 1, THREADS)
+        before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
         answer(
             out, tokens, token, records, row, part, y, None, None, pos,
             H, P, G, RING, HEADS, BP,
@@ -209,12 +211,10 @@ def step_kernel(
                 checkpoint, read_copy, cursors, ticket, part,
                 H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
+            move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
         else:
             append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
             move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
-    if flushes:
-        before = count_arrival(cursors, slot, True, THREADS)
-        move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
 
 
 def decode(
