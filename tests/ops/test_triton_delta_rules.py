@@ -31,6 +31,7 @@ DIFFERENT = {"gated_delta": 5e-3, "kimi_delta": 2e-2}
         ("r1", 16, (3, 1, 7)),
         ("r2", 5, (1, 4)),
         ("r2", 32, (27, 5)),
+        ("r2", 24, (9, 7)),  # as many of many slots as products need at least
         ("r3", 5, (5,)),
         ("r3", 40, (1, 32, 2)),
     ],

@@ -162,6 +162,21 @@ def test_window_equals_the_recurrence(name, tokens):
     assert error(got[1], want[1, 2:]) < 5e-6
 
 
+@pytest.mark.parametrize("policy", ["fp32@24", "fp32+fp32@24"])
+def test_a_flush_folds_a_few_of_many_slots(policy):
+    """As many as products need at least, and one more."""
+    pool = make_pool(SMALL, policy, slots=3, rows=[1, 2])
+    inputs = random_inputs(SMALL, 2, 17)
+    states = values(pool.checkpoint)[[1, 2]]
+    pool.launch(window, inputs)
+    commit(pool.cursors, torch.tensor([16, 17], device=DEVICE))
+    pool.launch(flush, None, rows=torch.ones(2, dtype=torch.bool, device=DEVICE))
+    for row, tokens in enumerate((16, 17)):
+        _, want = oracle(states, tokens_of(inputs, 0, tokens))
+        assert error(values(pool.checkpoint)[1 + row].flatten(1), want[row].flatten(1)) < 5e-6
+    assert pool.cursors.pos.tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_window_reads_every_format(policy):
     pool = make_pool(SMALL, policy, slots=2, rows=[-1, 1])
