@@ -5,8 +5,9 @@ Owns which strides a kernel is given. Knows no kernel and no recurrence.
 The arguments of a launch lie in constant memory, of which a multiprocessor fetches 64 bytes at a
 time, and a warp waits for each: with few rows, for as long as for a trip to the state. So a kernel
 takes first what it needs before its first loads, in 112 bytes if they will do (16 more are the
-compiler's), and nothing that it does not need: an integer that is 1 is compiled in. (One row keeps its stride all the
-same: of a multiple of 16 the compiler knows that vectors of 16 bytes begin there.)
+compiler's), and nothing that it does not need: an integer that is 1 is compiled in. One row keeps
+its stride all the same: of a multiple of 16 the compiler knows that vectors of 16 bytes begin
+there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def dense_heads(tensor: Tensor) -> Tensor:
 
 
 def strides(tensors: Sequence[Tensor]) -> list[int]:
-    """Elements from row to row of each tensor [B, T, ...], then from token to token of each: 1 where
-    there is one token, and nobody asks."""
+    """Elements from row to row of each tensor [B, T, ...], then from token to token of each, 1
+    where there is one token, and nobody asks."""
     tokens = [tensor.stride(1) if tensor.shape[1] > 1 else 1 for tensor in tensors]
     return [tensor.stride(0) for tensor in tensors] + tokens
