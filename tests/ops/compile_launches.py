@@ -212,7 +212,8 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
             ("step", lambda: decode.step(*both, ring, policy, cursors, one, **several)),
         ]
     for name, call in calls:
-        with compiling((decode, window, triton_apply, flush, triton_common)) as results:
+        modules = {decode, window, triton_apply, flush, gated_delta_flush, triton_common}
+        with compiling(modules) as results:
             call()
         for kernel in results:
             yield name, kernel

@@ -9,7 +9,8 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_fold import (
     combine_keys,
+    decayed_size,
     fold_and_write,
     mixes_size,
     room_for,
@@ -36,6 +38,7 @@ from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
     Cursors,
     bound,
+    halves_of,
     list_due,
     load_ticket,
     resident_programs,
@@ -82,6 +85,7 @@ def flush_kernel(
     cursors,  # Cursors, of which only counters are used
     due,  # from `list_due`
     mixes,  # from `combine_kernel`; None where u is not recomputed
+    decayed,  # FP32, `decayed_size` for each head of these rows, or None; see `fold_and_write`
     room,  # FP32, for each program as `room_for` says; None: it says 0
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -120,10 +124,13 @@ def flush_kernel(
         of_head = None
         if SOLVES:
             of_head = mixes + work // SHARES * mixes_size(BK, BL)
+        of_keys = None
+        if decayed is not None:
+            of_keys = decayed + work // SHARES * decayed_size(BK, BL)
         fold_and_write(
             checkpoint, read_copy, layer, ring, cursors, of_head, room, ticket, head, first,
             HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, False, KEYS, FULL, EXACT,
-            PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
+            PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL, of_keys,
         )  # fmt: skip
         if room is not None:
             tl.debug_barrier()  # what is kept of the next head takes the place of this one's
@@ -159,7 +166,7 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, rows=rows)
+    flush_due(checkpoint, read_copy, ring, policy, cursors, layer, launch, _RULE, rows=rows)
 
 
 def commit_and_flush(
@@ -173,10 +180,19 @@ def commit_and_flush(
     launch: Launch | None = None,
 ) -> None:
     """Commit one record of every row, and `flush` the rows whose ring it filled."""
-    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, commits=True)
+    flush_due(checkpoint, read_copy, ring, policy, cursors, layer, launch, _RULE, commits=True)
 
 
-def _flush(
+class Rule(NamedTuple):
+    """What a delta rule's flush has of its own."""
+
+    default_launch: Callable[[str, PrecisionPolicy, Mapping[str, int], int], Launch]
+    # (ring, due, heads of the batch, constants, whether sums and products may be fused): `mixes`
+    # and `decayed` of `flush_kernel`.
+    combine: Callable[[Ring, Tensor, int, Mapping[str, Any], bool], tuple[Tensor | None, ...]]
+
+
+def flush_due(
     checkpoint: Quantized,
     read_copy: Quantized | None,
     ring: Mapping[str, Tensor],
@@ -184,16 +200,18 @@ def _flush(
     cursors: Cursors,
     layer: int,
     launch: Launch | None,
+    rule: Rule,
     *,
     rows: Tensor | None = None,
     commits: bool = False,
 ) -> None:
+    """`flush`, or with `commits` `commit_and_flush`, of any delta rule."""
     ring = ring_argument(ring)
     constants = sizes(ring, policy)
     storages = writes(policy, checkpoint, read_copy)
     batch = len(cursors.slots)
     kernel = "flush" if ring.v is None else "flush_solving"
-    launch = launch or default_launch(kernel, policy, constants, batch)
+    launch = launch or rule.default_launch(kernel, policy, constants, batch)
     due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
     work = batch * constants["HV"]
     if not scales_heads(policy):
@@ -204,20 +222,11 @@ def _flush(
         **storages,
         **folding(policy, ring, constants, launch),
     }
-    mixes = None
-    if ring.v is not None:
-        heads = batch * constants["HV"]
-        size = mixes_size(options["BK"], options["BL"])
-        mixes = torch.empty(heads * size, dtype=torch.float32, device=due.device)
-        names = ("HK", "HV", "K", "L", "KEYS", "FULL", "BK", "BL")
-        combine_kernel[(min(heads, resident_programs(due.device, 16)),)](
-            ring,
-            due,
-            mixes,
-            **{name: options[name] for name in names},
-            num_warps=1,
-            enable_fp_fusion=launch.options(*storages.values())["enable_fp_fusion"],
-        )
+    compiled = launch.options(*storages.values())
+    heads = batch * constants["HV"]
+    mixes, decayed = rule.combine(ring, due, heads, options, compiled["enable_fp_fusion"])
+    if decayed is not None:
+        options["FULL"] = halves_of(decayed.dtype, ring.u.dtype)
     flush_kernel[(programs,)](
         stored(checkpoint),
         None if read_copy is None else stored(read_copy),
@@ -226,10 +235,34 @@ def _flush(
         cursors,
         due,
         mixes,
+        decayed,
         room_of(ring, programs, options),
         **options,
-        **launch.options(*storages.values()),
+        **compiled,
     )
+
+
+def _combine(
+    ring: Ring, due: Tensor, heads: int, constants: Mapping[str, Any], fused: bool
+) -> tuple[Tensor | None, None]:
+    """See `Rule`."""
+    if ring.v is None:
+        return None, None
+    size = mixes_size(constants["BK"], constants["BL"])
+    mixes = torch.empty(heads * size, dtype=torch.float32, device=due.device)
+    names = ("HK", "HV", "K", "L", "KEYS", "FULL", "BK", "BL")
+    combine_kernel[(min(heads, resident_programs(due.device, 16)),)](
+        ring,
+        due,
+        mixes,
+        **{name: constants[name] for name in names},
+        num_warps=1,
+        enable_fp_fusion=fused,
+    )
+    return mixes, None
+
+
+_RULE = Rule(default_launch, _combine)
 
 
 def room_of(

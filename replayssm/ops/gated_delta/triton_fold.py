@@ -13,6 +13,7 @@ import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_tiles import (
     decay,
+    fold_decayed,
     fold_records,
     load_columns,
     load_rows,
@@ -25,11 +26,11 @@ from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import exact_dot, largest_of_head
 
 # A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
-_FEW = tl.constexpr(16)
+FEW = tl.constexpr(16)
 
 
 @triton.constexpr_function
-def _may_be_few(BL: int) -> bool:
+def may_be_few(BL: int) -> bool:
     """Whether a flush asks if the first slots are all that count: products have at least 16."""
     return BL > 16
 
@@ -38,6 +39,13 @@ def _may_be_few(BL: int) -> bool:
 def mixes_size(BK: int, BL: int) -> int:
     """FP32 numbers of a head's `combine_keys`."""
     return BL * BL + BL * BK
+
+
+@triton.constexpr_function
+def decayed_size(BK: int, BL: int) -> int:
+    """FP32 numbers of a head that a fold needs where every channel of its keys has a decay: those
+    since the state [BK], then the keys as they have decayed [BL, BK]."""
+    return BK + BL * BK
 
 
 @triton.constexpr_function
@@ -84,6 +92,7 @@ def fold_and_write(
     ROUNDED: tl.constexpr,  # and rows that are rounded at a time
     BK: tl.constexpr,
     BL: tl.constexpr,
+    decayed=None,  # FP32, `decayed_size` of this head's channels; None: its gates are the ring's
 ):
     """Fold the records of one head into some tiles of V rows, and write both copies.
 
@@ -116,7 +125,7 @@ def fold_and_write(
             tile = first + i
             for part in tl.range(BK // FOLDED, disable_licm=True):
                 s = _fold_tile(
-                    checkpoint, ring, room, slot, head, tile, count, AT,
+                    checkpoint, ring, decayed, room, slot, head, tile, count, AT,
                     HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, BK // FOLDED, part,
                 )  # fmt: skip
                 tl.debug_barrier()  # all of the part is read
@@ -132,7 +141,7 @@ def fold_and_write(
         )  # fmt: skip
     else:
         s = _fold_tile(
-            checkpoint, ring, room, slot, head, first, count, AT,
+            checkpoint, ring, decayed, room, slot, head, first, count, AT,
             HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, 1, 0,
         )  # fmt: skip
         tl.debug_barrier()
@@ -154,10 +163,10 @@ def combine_keys(
     KEYS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """`_combine_keys` of as many slots as are needed."""
-    if _may_be_few(BL):
-        if count <= _FEW:
+    if may_be_few(BL):
+        if count <= FEW:
             _combine_keys(
-                ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, _FEW
+                ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, FEW
             )  # fmt: skip
         else:
             _combine_keys(ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, BL)
@@ -208,11 +217,11 @@ def _solve_tile(
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """`_solve_tile_of` as many slots as are needed, those of `combine_keys`."""
-    if _may_be_few(BL):
-        if count <= _FEW:
+    if may_be_few(BL):
+        if count <= FEW:
             _solve_tile_of(
                 checkpoint, ring, mixes, room, slot, head, tile, count, AT,
-                HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, _FEW,
+                HV, K, V, L, CHECKPOINT, EXACT, PIECES, PIECE, BV, BK, FEW,
             )  # fmt: skip
         else:
             _solve_tile_of(
@@ -264,7 +273,7 @@ def _solve_tile_of(
 
 @triton.jit
 def _fold_tile(
-    checkpoint, ring, room, slot, head, tile, count, AT: tl.constexpr,
+    checkpoint, ring, decayed, room, slot, head, tile, count, AT: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     CHECKPOINT: tl.constexpr, FULL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, PARTS: tl.constexpr, part,
@@ -280,29 +289,42 @@ def _fold_tile(
     s = load_tile(checkpoint, slot, row, in_rows, V * PARTS, K // PARTS, BK // PARTS, CHECKPOINT)
     u_at = ring.u + first * V if ring.v is None else room + AT[1]
     in_k = column < K // PARTS
-    if _may_be_few(BL):
-        if count <= _FEW:
+    if decayed is not None:
+        decayed += part * (BK // PARTS)
+    if may_be_few(BL):
+        if count <= FEW:
             s = _folded(
-                s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, _FEW
-            )
+                s, keys, ring.g + first, decayed, u_at, count, value, in_v, column, in_k,
+                K, V, FULL, BK, FEW,
+            )  # fmt: skip
         else:
             s = _folded(
-                s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, BL
-            )
+                s, keys, ring.g + first, decayed, u_at, count, value, in_v, column, in_k,
+                K, V, FULL, BK, BL,
+            )  # fmt: skip
     else:
-        s = _folded(s, keys, ring.g + first, u_at, count, value, in_v, column, in_k, K, V, FULL, BL)
+        s = _folded(
+            s, keys, ring.g + first, decayed, u_at, count, value, in_v, column, in_k,
+            K, V, FULL, BK, BL,
+        )  # fmt: skip
     return s
 
 
 @triton.jit
 def _folded(
-    s, keys, gates, u_at, count, value, in_v, column, in_k,
-    K: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, BL: tl.constexpr,
+    s, keys, gates, decayed, u_at, count, value, in_v, column, in_k,
+    K: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """s with the first BL slots folded in, which are all that count."""
     record = tl.arange(0, BL)
     past = record < count
-    k = load_rows(keys, record, K, past, column, in_k)  # [BL, columns]
-    log_decay = tl.cumsum(tl.load(gates + record, mask=past, other=0.0), 0)  # [BL]
-    u = load_columns(u_at, record, V, past, value, in_v)  # [BV, BL]
-    return fold_records(s, u, k, log_decay, FULL, BL)
+    if decayed is None:
+        k = load_rows(keys, record, K, past, column, in_k)  # [BL, columns]
+        log_decay = tl.cumsum(tl.load(gates + record, mask=past, other=0.0), 0)  # [BL]
+        u = load_columns(u_at, record, V, past, value, in_v)  # [BV, BL]
+        return fold_records(s, u, k, log_decay, FULL, BL)
+    else:
+        factors = tl.load(decayed + column)
+        k = tl.load(decayed + BK + record[:, None] * BK + column[None, :])  # [BL, columns]
+        u = load_columns(u_at, record, V, past, value, in_v)
+        return fold_decayed(s, u, k, factors, FULL)

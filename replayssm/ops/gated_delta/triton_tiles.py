@@ -108,6 +108,17 @@ def fold_records(s, u, k, log_decay, PRECISION: tl.constexpr, BL: tl.constexpr):
 
 
 @triton.jit
+def fold_decayed(s, u, k, factors, PRECISION: tl.constexpr):
+    """S Diag(factors) + Σ_j u_j k_jᵀ, [BV, BK], where keys and factors have all decays in them.
+
+    u [BV, BL] and k [BL, BK] are FP32 and zero in unused slots; factors [BK]. FP32 operands take
+    twice as many steps of a sum as BF16 keys, so none of them cuts the state.
+    """
+    product = exact_dot(u, k, tl.zeros_like(s), PRECISION)
+    return s * factors[None, :] + product
+
+
+@triton.jit
 def write_state(
     s,
     checkpoint,

@@ -1,7 +1,8 @@
 """Fold committed records into the state, round once, write checkpoint and read copy in one pass.
 
-Owns the flush kernel and its launcher. Programs share the tiles of the rows that are due, as in
-`../gated_delta/triton_flush.py`.
+Owns what a decay per key channel adds to a flush: a kernel that finds, once a head, the decayed
+keys that are folded and, where u is solved for, the two matrices that solve for it. What remains is
+the same for both delta rules, `../gated_delta/triton_flush.py`.
 
 Legend: triton_tiles.py.
 """
@@ -9,6 +10,7 @@ Legend: triton_tiles.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -16,104 +18,163 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
-from replayssm.ops.gated_delta.triton_launch import (
-    Launch,
-    ring_argument,
-    sizes,
-    state_width,
-    value_dtype,
-    writes,
-)
-from replayssm.ops.gated_delta.triton_tiles import (
-    load_columns,
-    load_rows,
-    substitute,
-    write_state,
-)
+from replayssm.ops.gated_delta.triton_flush import Rule, flush_due
+from replayssm.ops.gated_delta.triton_fold import FEW, decayed_size, may_be_few, mixes_size
+from replayssm.ops.gated_delta.triton_launch import Launch, Ring
+from replayssm.ops.gated_delta.triton_tiles import load_rows, substitute
 from replayssm.ops.kimi_delta.triton_launch import default_launch
-from replayssm.ops.kimi_delta.triton_tiles import (
-    fold_records,
-    pair_weights,
-    sums_after,
-    sums_before,
-)
-from replayssm.ops.quantize.layout import stored
-from replayssm.ops.quantize.tiles import load_tile
+from replayssm.ops.kimi_delta.triton_tiles import pair_weights, sums_after, sums_before
 from replayssm.ops.triton_common import (
     Cursors,
+    bound,
     exact_dot,
-    list_due,
+    halves_of,
     load_ticket,
     precision_of,
     resident_programs,
 )
 from replayssm.policy import PrecisionPolicy
 
+_COLUMNS = tl.constexpr(32)  # of keys that `_combine_many` takes at a time
 
-@triton.jit(do_not_specialize=["layer"])
-def flush_kernel(
-    checkpoint,  # Stored
-    read_copy,  # Stored, or None
-    layer,
-    ring,  # Ring; with v and beta, u is recomputed
-    cursors,  # Cursors, of which only counters are used
+
+@triton.jit
+def combine_kernel(
+    ring,  # Ring; with v and beta, u is solved for
     due,  # from `list_due`
+    mixes,  # FP32, for each head of the rows that are due as `_combine` fills it, or None
+    decayed,  # FP32, the same
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     L: tl.constexpr,
-    CHECKPOINT: tl.constexpr,
-    READ_COPY: tl.constexpr,
     SUMS: tl.constexpr,  # precision of sums of gates
-    KEYS_STATE: tl.constexpr,  # of decayed k times state
-    FULL: tl.constexpr,  # of u times decayed k
-    BV: tl.constexpr,
+    FULL: tl.constexpr,  # of FP32 times FP32
     BK: tl.constexpr,
     BL: tl.constexpr,
 ):
-    """Grid of any size: programs share the tiles of V, of all heads, of the rows that are due."""
-    TILES: tl.constexpr = (V + BV - 1) // BV
-    work = tl.program_id(0)
-    end = tl.load(due).to(tl.int32) * (HV * TILES)
-    while work < end:
-        ticket = load_ticket(due, work // (HV * TILES))
-        head, tile = work // TILES % HV, work % TILES
-        slot, count = ticket.slot, ticket.pos
-        value, column, record = tile * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, BL)
-        in_v, in_k, past = value < V, column < K, record < count
-        in_rows = None if V % BV == 0 else in_v
-        state_row = head * V + value
-        first = (slot * HV + head) * L  # this head's oldest record
-        keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-        gates = ring.g + first * K
-        s = load_tile(checkpoint, slot, state_row, in_rows, V, K, BK, CHECKPOINT)  # [BV, BK]
-        k = load_rows(keys, record, K, past, column, in_k)  # [BL, BK]
-        g = load_rows(gates, record, K, past, column, in_k)
-        if ring.v is None:
-            u = load_columns(ring.u + first * V, record, V, past, value, in_v)  # [BV, BL]
-        else:
-            v = load_columns(ring.v + first * V, record, V, past, value, in_v)
-            beta = tl.load(ring.beta + first + record, mask=past, other=0.0)[None, :]
-            decayed = k * tl.exp(sums_before(g, SUMS))
-            state_k = tl.zeros([BL, BV], tl.float32)
-            state_k = exact_dot(decayed, tl.trans(s), state_k, KEYS_STATE)
-            system = tl.zeros([BL, BL], tl.float32)
-            system, _ = pair_weights(
-                keys, K, None, 0, gates, K, ring.k, count, column, in_k, system, system
-            )
-            u = substitute(beta * (v - tl.trans(state_k)), system * beta, L, BL)
-            # Read again, from cache: kept through the solve it would spill. The barrier keeps the
-            # compiler from making one load of both.
-            tl.debug_barrier()
-            s = load_tile(checkpoint, slot, state_row, in_rows, V, K, BK, CHECKPOINT)
-        s = fold_records(s, u, k, sums_after(g, SUMS), tl.sum(g, 0), FULL)
+    """Grid of any size, of one warp each: what rows of a state have in common when it is folded.
 
-        write_state(
-            s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY,
-        )  # fmt: skip
-        work += tl.num_programs(0)
+    u is linear in v and S: with M = (I + A)^-1 diag(β), u = M v - M (K ⊙ e^G) Sᵀ for each row of v
+    and S. `mixes` get M [BL, BL], transposed: [earlier, later], and M (K ⊙ e^G) [BL, BK]; `decayed`
+    the decays of the state e^G_m [BK] and the keys to be folded, K ⊙ e^(G_m - G) [BL, BK].
+    """
+    end = tl.load(due).to(tl.int32) * HV
+    first_work, programs = tl.program_id(0), tl.num_programs(0)
+    for work in tl.range(bound(first_work), bound(end), bound(programs), disable_licm=True):
+        ticket = load_ticket(due, work // HV)
+        of_head = None
+        if mixes is not None:
+            of_head = mixes + work * mixes_size(BK, BL)
+        of_keys = decayed + work * decayed_size(BK, BL)
+        slot, head, count = ticket.slot, work % HV, ticket.pos
+        if may_be_few(BL):
+            if count <= FEW:
+                _combine(ring, of_head, of_keys, slot, head, count, HK, HV, K, L, BK, FEW)
+            else:
+                _combine_many(
+                    ring, of_head, of_keys, slot, head, count, HK, HV, K, L, SUMS, FULL, BK, BL
+                )
+        else:
+            _combine(ring, of_head, of_keys, slot, head, count, HK, HV, K, L, BK, BL)
+
+
+@triton.jit
+def _combine(
+    ring, mixes, decayed, slot, head, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """What `combine_kernel` leaves of a head with up to 16 records, each of which is a vector: a
+    lane has all records of its channels, and no pair is computed that there is not."""
+    RECORDS: tl.constexpr = L if L < BL else BL
+    column, earlier = tl.arange(0, BK), tl.arange(0, BL)
+    first = (slot * HV + head) * L  # this head's oldest record
+    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K + column
+    gates = ring.g + first * K + column
+    k, g, beta = (), (), ()
+    for i in tl.static_range(RECORDS):  # Triton 3.9's interpreter wants a comparison here
+        used = ((column < K) & (count > i)) != 0
+        g = g + (tl.load(gates + i * K, mask=used, other=0.0),)
+        k = k + (tl.load(keys + i * K, mask=used, other=0.0),)
+        if mixes is not None:
+            beta = beta + (tl.load(ring.beta + first + i, mask=count > i, other=0.0),)
+    after = tl.zeros([BK], tl.float32)
+    for i in tl.static_range(BL - 1, -1, -1):
+        to = decayed + BK + i * BK + column
+        if i < RECORDS:
+            tl.store(to, k[i].to(tl.float32) * tl.exp(after))
+            after += g[i]
+        else:
+            tl.store(to, after)  # zero
+    tl.store(decayed + column, tl.exp(after))
+    if mixes is not None:
+        combined_at = mixes + BL * BL + column
+        before = tl.zeros([BK], tl.float32)
+        past, combined, inverse = (), (), ()
+        for i in tl.static_range(BL):
+            if i < RECORDS:
+                k_i, decay = k[i].to(tl.float32), tl.exp(g[i])
+                before += g[i]
+                # Row i of the solution is final once the earlier ones are taken out of it.
+                row = k_i * tl.exp(before)
+                mix = tl.where(earlier == i, 1.0, 0.0)
+                now = ()
+                for j in tl.static_range(i):
+                    key = past[j] * decay
+                    now = now + (key,)
+                    weight = tl.sum(key * k_i, 0)
+                    row -= combined[j] * weight
+                    mix -= inverse[j] * weight
+                past = now + (k_i,)
+                combined = combined + (row * beta[i],)
+                inverse = inverse + (mix * beta[i],)
+                tl.store(combined_at + i * BK, combined[i])
+                tl.store(mixes + earlier * BL + i, inverse[i])
+            else:
+                tl.store(combined_at + i * BK, tl.zeros([BK], tl.float32))
+                tl.store(mixes + earlier * BL + i, tl.zeros([BL], tl.float32))
+
+
+@triton.jit
+def _combine_many(
+    ring, mixes, decayed, slot, head, count,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    SUMS: tl.constexpr, FULL: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """`_combine` of more records, some of their columns at a time."""
+    record = tl.arange(0, BL)
+    first = (slot * HV + head) * L
+    keys, gates = ring.k + (slot * HK + head // (HV // HK)) * L * K, ring.g + first * K
+    past = record < count
+    k_k = tl.zeros([BL, BL], tl.float32)
+    for start in range(0, BK, _COLUMNS):
+        column = start + tl.arange(0, _COLUMNS)
+        in_k = column < K
+        k = load_rows(keys, record, K, past, column, in_k)  # [BL, _COLUMNS]
+        g = load_rows(gates, record, K, past, column, in_k)
+        at = BK + record[:, None] * BK + column[None, :]
+        in_row = column[None, :] < BK
+        tl.store(decayed + column, tl.exp(tl.sum(g, 0)), mask=column < BK)
+        tl.store(decayed + at, k * tl.exp(sums_after(g, SUMS)), mask=in_row)
+        if mixes is not None:
+            at = BL * BL + record[:, None] * BK + column[None, :]
+            tl.store(mixes + at, k * tl.exp(sums_before(g, SUMS)), mask=in_row)
+            k_k, _ = pair_weights(keys, K, None, 0, gates, K, ring.k, count, column, in_k, k_k, k_k)
+    if mixes is not None:
+        beta = tl.load(ring.beta + first + record, mask=past, other=0.0)
+        scaled = tl.where(record[:, None] == record[None, :], beta[None, :], 0.0)
+        mix = substitute(scaled, k_k * beta[None, :], L if L < BL else BL, BL)
+        tl.store(mixes + record[:, None] * BL + record[None, :], mix)
+        tl.debug_barrier()
+        mix = tl.load(mixes + record[None, :] * BL + record[:, None])  # transposed
+        for start in range(0, BK, _COLUMNS):
+            column = start + tl.arange(0, _COLUMNS)
+            at = mixes + BL * BL + record[:, None] * BK + column[None, :]
+            in_row = column[None, :] < BK
+            k = tl.load(at, mask=in_row, other=0.0)
+            tl.debug_barrier()
+            tl.store(at, exact_dot(mix, k, tl.zeros_like(k), FULL), mask=in_row)
 
 
 def flush(
@@ -146,7 +207,7 @@ def flush(
     Raises:
         ValueError: a policy, dtype or layout that the kernels do not take.
     """
-    _flush(checkpoint, read_copy, ring, policy, cursors, layer, launch, rows=rows)
+    flush_due(checkpoint, read_copy, ring, policy, cursors, layer, launch, _RULE, rows=rows)
 
 
 def commit_and_flush(
@@ -159,41 +220,32 @@ def commit_and_flush(
     layer: int,
 ) -> None:
     """Commit one record of every row, and `flush` the rows whose ring it filled."""
-    _flush(checkpoint, read_copy, ring, policy, cursors, layer, None, commits=True)
+    flush_due(checkpoint, read_copy, ring, policy, cursors, layer, None, _RULE, commits=True)
 
 
-def _flush(
-    checkpoint: Quantized,
-    read_copy: Quantized | None,
-    ring: Mapping[str, Tensor],
-    policy: PrecisionPolicy,
-    cursors: Cursors,
-    layer: int,
-    launch: Launch | None,
-    *,
-    rows: Tensor | None = None,
-    commits: bool = False,
-) -> None:
-    ring = ring_argument(ring)
-    constants = sizes(ring, policy)
-    storages = writes(policy, checkpoint, read_copy)
-    launch = launch or default_launch("flush", policy, constants, len(cursors.slots))
-    batch = len(cursors.slots)
-    due = list_due(cursors, constants["L"], rows, moves=True, commits=commits)
-    work = batch * constants["HV"] * launch.tiles(constants)
-    flush_kernel[(min(work, resident_programs(due.device, 4)),)](
-        stored(checkpoint),
-        None if read_copy is None else stored(read_copy),
-        layer,
+def _combine_heads(
+    ring: Ring, due: Tensor, heads: int, constants: Mapping[str, Any], fused: bool
+) -> tuple[Tensor | None, Tensor]:
+    """See `Rule`. Nothing is rounded here, so that `fused` needs not hold."""
+    names = ("HK", "HV", "K", "L", "BK", "BL")
+    constants = {name: constants[name] for name in names}
+
+    def empty(size: int) -> Tensor:
+        return torch.empty(heads * size, dtype=torch.float32, device=due.device)
+
+    mixes = None if ring.v is None else empty(mixes_size(constants["BK"], constants["BL"]))
+    decayed = empty(decayed_size(constants["BK"], constants["BL"]))
+    combine_kernel[(min(heads, resident_programs(due.device, 8)),)](
         ring,
-        cursors,
         due,
+        mixes,
+        decayed,
         **constants,
-        **storages,
         SUMS=precision_of(torch.float32, torch.bfloat16),
-        KEYS_STATE=precision_of(torch.float32, value_dtype(policy.checkpoint)),
-        FULL=precision_of(torch.float32, torch.float32),
-        **launch.options(policy.checkpoint, policy.read_copy),
-        BV=launch.block_v,
-        BK=state_width(policy, constants),
+        FULL=halves_of(torch.float32, torch.float32),
+        num_warps=1,
     )
+    return mixes, decayed
+
+
+_RULE = Rule(default_launch, _combine_heads)

@@ -1,4 +1,4 @@
-"""Device functions that the Kimi Delta Attention kernels share: sums of gates, pairs, the fold.
+"""Device functions that the Kimi Delta Attention kernels share: sums of gates and pairs.
 
 Owns what a decay per key channel changes; records, the triangular solve and written states are
 those of `../gated_delta/triton_tiles.py`. Knows no format, no launch and no cache.
@@ -85,13 +85,3 @@ def pair_weights(
             k_q += tl.where(here[None, :], to_q[:, None], 0.0)
         i += 1
     return k_k, k_q
-
-
-@triton.jit
-def fold_records(s, u, k, after, total, PRECISION: tl.constexpr):
-    """S Diag(e^total) + Σ_j u_j (k_j ⊙ e^after_j)ᵀ, [BV, BK].
-
-    u [BV, BL] and k [BL, BK] are zero in unused slots; after [BL, BK]: the log decays since each
-    record, total [BK]: since the state.
-    """
-    return exact_dot(u, k * tl.exp(after), s * tl.exp(total)[None, :], PRECISION)
