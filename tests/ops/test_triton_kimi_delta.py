@@ -6,6 +6,8 @@ one to spare. What holds of both delta rules is tested in `test_triton_delta_rul
 a decay per key channel touches.
 """
 
+import math
+
 import pytest
 import torch
 from delta_pool import DEVICE, FP32_ACCURATE, KIMI_DELTA, SMALL, assert_codes
@@ -14,6 +16,8 @@ from poison import poisoned_outputs  # noqa: F401  (a fixture)
 from recurrence_cases import relative, take_tokens
 
 from replayssm.ops.gated_delta.triton_launch import Launch
+from replayssm.ops.kimi_delta import reference as kimi_delta
+from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
 pytestmark = KERNEL_MARKS
@@ -134,3 +138,35 @@ def test_gpu_real_sizes_against_float64(policy, dtype):
         assert relative(pool.state(), last) < 1e-6
     if policy == "fp32":
         assert relative(outputs.cpu(), want) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp32", "fp32+nvfp4"])
+def test_gpu_error_after_4096_tokens(policy):
+    """Channels with decays of .999 and .9: no accumulation beyond what FP32 itself does."""
+    shape = KIMI | {"num_k_heads": 2, "num_v_heads": 2}
+    pool = make_pool(policy, shape, dtype=torch.bfloat16)
+    inputs = inputs_for(shape, 2, 4096, ring=torch.bfloat16)
+    g = torch.full_like(inputs.g, math.log(0.999))
+    g[..., ::2] = math.log(0.9)
+    inputs = inputs._replace(g=g)
+    state = pool.checkpoint.data[[2, 0]].double()
+    _, last = kimi_delta.recurrence(state, KimiDeltaInputs(*(t.double() for t in inputs)))
+    for t in range(4096):
+        pool.step(take_tokens(inputs, t, t + 1))
+    assert relative(pool.checkpoint.data[[2, 0]], last) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("policy", ["nvfp4", "fp32+nvfp4", "fp32+fp32", "fp32+fp32@32"])
+def test_gpu_small_heads_and_long_rings(policy, size):
+    """Fewer rows than the warps of a chained product cover, and more slots than one warp unrolls."""
+    shape = dict(num_k_heads=2, num_v_heads=4, head_k_dim=size, head_v_dim=size)
+    tokens = int(policy.partition("@")[2] or 16)
+    pool = make_pool(policy, shape, ring_len=tokens)
+    inputs = inputs_for(shape, 2, tokens)
+    _, last = expected(pool.state(), inputs)
+    pool.run_in_windows(inputs, (tokens,))
+    pool.flush()
+    assert relative(pool.state(), last) < (0.2 if policy == "nvfp4" else FP32_ACCURATE)
