@@ -295,7 +295,7 @@ def _leading_bits(x):
 
 
 @triton.jit
-def _bf16_terms(x):
+def bf16_terms(x):
     """x as a sum of three BF16 numbers, the largest first."""
     high = _leading_bits(x)
     middle = _leading_bits(x - high)
@@ -334,13 +334,13 @@ def exact_dot(a, b, accumulator, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), accumulator)
     elif PRECISION == "bf16_terms":
-        high, middle, low = _bf16_terms(a)
+        high, middle, low = bf16_terms(a)
         b = b.to(tl.bfloat16)
         accumulator = tl.dot(low, b, accumulator)
         accumulator = tl.dot(middle, b, accumulator)
         return tl.dot(high, b, accumulator)
     elif PRECISION == "bf16_terms_of_b":
-        high, middle, low = _bf16_terms(b)
+        high, middle, low = bf16_terms(b)
         a = a.to(tl.bfloat16)
         accumulator = tl.dot(a, low, accumulator)
         accumulator = tl.dot(a, middle, accumulator)

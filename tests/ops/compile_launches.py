@@ -31,6 +31,7 @@ from replayssm.ops.gated_delta.reference import GatedDeltaGeometry, GatedDeltaIn
 from replayssm.ops.glue import triton_gates, triton_glue, triton_layers
 from replayssm.ops.kimi_delta import triton_decode as kimi_delta_decode
 from replayssm.ops.kimi_delta import triton_flush as kimi_delta_flush
+from replayssm.ops.kimi_delta import triton_launch as kimi_delta_launch
 from replayssm.ops.kimi_delta import triton_window as kimi_delta_window
 from replayssm.ops.kimi_delta.reference import KimiDeltaGeometry, KimiDeltaInputs
 from replayssm.ops.mamba2 import triton_conventional as mamba2_conventional
@@ -200,6 +201,12 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
                 ),
             ),
         ]
+    if flush is kimi_delta_flush:
+        constants = gated_delta_launch.sizes(gated_delta_launch.ring_argument(ring), policy)
+        many = kimi_delta_launch.default_launch("decode", policy, constants, MANY_ROWS)
+        calls.append(
+            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=many))
+        )
     if flush is mamba2_flush:
         sizes = mamba2_launch.sizes(checkpoint, ring, cursors)
         large = mamba2_launch.default_launch("decode", policy, sizes, MANY_ROWS)

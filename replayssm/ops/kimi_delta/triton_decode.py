@@ -1,9 +1,11 @@
 """One token per row, T = 1: the state is read once, one record appended.
 
-Owns the kernels of `decode` and `step` and their launchers. One finds what a head's rows have in
-common: decayed k and q, and weights of past records. The other reads the state, in one pass, on
-CUDA cores. `decode` writes no state; `step` also commits the token and flushes the rows whose ring
-it fills, in launches of their own. Outputs of a flushing step read the copy before the flush.
+Owns the kernels of `decode` for many rows, and the launchers of `decode` and `step`. One finds what
+a head's rows have in common: decayed k and q, and weights of past records. The other reads the
+state, in one pass, on CUDA cores. For few rows one kernel does both (triton_few.py).
+
+`decode` writes no state; `step` also commits the token and flushes the rows whose ring it fills, in
+launches of their own. Outputs of a flushing step read the copy before the flush.
 
 Legend: triton_tiles.py.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
+    line_columns,
     power_of_two,
     ring_argument,
     sizes,
@@ -28,11 +31,12 @@ from replayssm.ops.gated_delta.triton_launch import (
 )
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.reference import KimiDeltaInputs
+from replayssm.ops.kimi_delta.triton_few import decode_few_kernel
 from replayssm.ops.kimi_delta.triton_flush import commit_and_flush
 from replayssm.ops.kimi_delta.triton_launch import default_launch
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_factor, load_vector_for, times_vector
-from replayssm.ops.triton_common import Cursors
+from replayssm.ops.triton_common import Cursors, halves_of, precision_of
 from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
@@ -179,23 +183,39 @@ def decode(
     constants = sizes(ring, policy)
     rows = len(cursors.slots)
     launch = launch or default_launch("decode", policy, constants, rows)
-    tokens, device = token_argument(inputs), inputs.v.device
-    heads, room = constants["HV"], 2 * constants["K"] + 2 * constants["BL"] + 4
-    weights = torch.empty(rows, heads, room, dtype=torch.float32, device=device)
-    keys = power_of_two(constants["K"])
-    weigh_kernel[(heads, rows)](weights, tokens, ring, cursors, **constants, BK=keys, num_warps=1)
+    grid, device = (launch.tiles(constants), constants["HV"], rows), inputs.v.device
+    token = token_argument(inputs)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=device)
-    decode_kernel[(launch.tiles(constants), heads, rows)](
+    options = {**constants, **launch.options(), "READ": policy.read_storage, "BV": launch.block_v}
+    keys = power_of_two(constants["K"])
+    if launch.ahead:
+        width = max(32, keys)
+        decode_few_kernel[grid](
+            cursors.slots,
+            token,
+            stored(read),
+            ring,
+            out,
+            cursors,
+            **options,
+            SUMS=halves_of(torch.bfloat16, torch.float32),
+            BK=width,
+            COLUMNS=min(line_columns(policy.read_storage.code_bits), width),
+            WARPS=launch.num_warps,
+            PRODUCTS=precision_of(torch.bfloat16, torch.bfloat16),
+        )
+        return out
+    room = 2 * constants["K"] + 2 * constants["BL"] + 4
+    weights = torch.empty(rows, constants["HV"], room, dtype=torch.float32, device=device)
+    weigh_kernel[grid[1:]](weights, token, ring, cursors, **constants, BK=keys, num_warps=1)
+    decode_kernel[grid](
         out,
         weights,
-        tokens,
+        token,
         ring,
         cursors,
         stored(read),
-        **constants,
-        READ=policy.read_storage,
-        **launch.options(),
-        BV=launch.block_v,
+        **options,
         BK=state_width(policy, constants),
     )
     return out
