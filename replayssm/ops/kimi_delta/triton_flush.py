@@ -99,41 +99,43 @@ def _combine(
         k = k + (tl.load(keys + i * K, mask=used, other=0.0),)
         if mixes is not None:
             beta = beta + (tl.load(ring.beta + first + i, mask=count > i, other=0.0),)
-    after = tl.zeros([BK], tl.float32)
-    for i in tl.static_range(BL - 1, -1, -1):
-        to = decayed + BK + i * BK + column
-        if i < RECORDS:
-            tl.store(to, k[i].to(tl.float32) * tl.exp(after))
-            after += g[i]
-        else:
-            tl.store(to, after)  # zero
-    tl.store(decayed + column, tl.exp(after))
-    if mixes is not None:
-        combined_at = mixes + BL * BL + column
-        before = tl.zeros([BK], tl.float32)
-        past, combined, inverse = (), (), ()
-        for i in tl.static_range(BL):
+    total = tl.zeros([BK], tl.float32)
+    now = decayed + BK + column
+    if mixes is None:
+        for i in tl.static_range(BL - 1, -1, -1):
             if i < RECORDS:
-                k_i, decay = k[i].to(tl.float32), tl.exp(g[i])
-                before += g[i]
-                # Row i of the solution is final once the earlier ones are taken out of it.
-                row = k_i * tl.exp(before)
-                mix = tl.where(earlier == i, 1.0, 0.0)
-                now = ()
-                for j in tl.static_range(i):
-                    key = past[j] * decay
-                    now = now + (key,)
-                    weight = tl.sum(key * k_i, 0)
-                    row -= combined[j] * weight
-                    mix -= inverse[j] * weight
-                past = now + (k_i,)
-                combined = combined + (row * beta[i],)
-                inverse = inverse + (mix * beta[i],)
-                tl.store(combined_at + i * BK, combined[i])
-                tl.store(mixes + earlier * BL + i, inverse[i])
+                tl.store(now + i * BK, k[i].to(tl.float32) * tl.exp(total))
+                total += g[i]
             else:
-                tl.store(combined_at + i * BK, tl.zeros([BK], tl.float32))
-                tl.store(mixes + earlier * BL + i, tl.zeros([BL], tl.float32))
+                tl.store(now + i * BK, total)  # zero
+    else:
+        # Decays are multiplied, as a state's are token by token: an exponential is five times the
+        # work. Only that of the state, which is applied at every flush, is one of a sum.
+        from_state = tl.full([BK], 1.0, tl.float32)
+        past, combined, inverse = (), (), ()
+        for i in tl.static_range(RECORDS):
+            k_i, decay = k[i].to(tl.float32), tl.exp(g[i])
+            total += g[i]
+            from_state *= decay
+            # Row i of the solution is final once the earlier ones are taken out of it.
+            row, mix = k_i * from_state, tl.where(earlier == i, 1.0, 0.0)
+            keys_now = ()
+            for j in tl.static_range(i):
+                key = past[j] * decay
+                keys_now = keys_now + (key,)
+                weight = tl.sum(key * k_i, 0)
+                row -= combined[j] * weight
+                mix -= inverse[j] * weight
+            past = keys_now + (k_i,)
+            combined = combined + (row * beta[i],)
+            inverse = inverse + (mix * beta[i],)
+        zero = tl.zeros([BK], tl.float32)
+        for i in tl.static_range(BL):
+            tl.store(now + i * BK, past[i] if i < RECORDS else zero)
+            tl.store(mixes + BL * BL + i * BK + column, combined[i] if i < RECORDS else zero)
+            mix = inverse[i] if i < RECORDS else tl.zeros([BL], tl.float32)
+            tl.store(mixes + earlier * BL + i, mix)
+    tl.store(decayed + column, tl.exp(total))
 
 
 @triton.jit
@@ -235,7 +237,8 @@ def _combine_heads(
 
     mixes = None if ring.v is None else empty(mixes_size(constants["BK"], constants["BL"]))
     decayed = empty(decayed_size(constants["BK"], constants["BL"]))
-    combine_kernel[(min(heads, resident_programs(due.device, 8)),)](
+    programs = min(heads, resident_programs(due.device, 16 if mixes is None else 12))
+    combine_kernel[(programs,)](
         ring,
         due,
         mixes,
@@ -244,6 +247,7 @@ def _combine_heads(
         SUMS=precision_of(torch.float32, torch.bfloat16),
         FULL=halves_of(torch.float32, torch.float32),
         num_warps=1,
+        maxnreg=168,
     )
     return mixes, decayed
 
