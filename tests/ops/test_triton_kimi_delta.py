@@ -95,6 +95,25 @@ def test_launch_parameters_change_no_number_and_padding_rows_nothing():
     assert torch.isnan(padded.ring["g"][2]).all()
 
 
+@pytest.mark.parametrize("policy", ["fp32", "int8-sr", "fp32+nvfp4", "fp32+mxfp4", "fp32+mxfp8"])
+@pytest.mark.parametrize("k_dim, v_dim, ring_len", [(128, 32, 16), (96, 80, 5), (64, 16, 24)])
+def test_decode_of_few_rows_is_that_of_many(policy, k_dim, v_dim, ring_len):
+    """One kernel, or two of which one finds weights; E2M1 words of 128 columns, and others."""
+    shape = KIMI_DELTA.shapes["r3"] | {"head_k_dim": k_dim, "head_v_dim": v_dim}
+    inputs = inputs_for(shape, 2, 4)
+    few, many = (make_pool(policy, shape, ring_len=ring_len) for _ in range(2))
+    for token in range(4):
+        one = take_tokens(inputs, token, token + 1)
+        got = few.run(one, Launch(block_v=16, num_warps=2, ahead=True))
+        want = many.run(one, Launch(block_v=32, num_warps=1))
+        assert relative(got, want) < FP32_ACCURATE
+        few.commit(1, token % 2)  # rows whose rings are not alike
+        many.commit(1, token % 2)
+    for name, records in few.ring.items():
+        same = records.nan_to_num(7), many.ring[name].nan_to_num(7)
+        assert relative(*same) < FP32_ACCURATE
+
+
 @pytest.mark.parametrize("policy", ["fp32+fp16-sr", "fp16-sr+fp32", "fp32+nvfp4"])
 def test_codes_are_those_of_formats(policy):
     """What an FP32 copy shows was rounded is what the other copy holds, to the last bit."""

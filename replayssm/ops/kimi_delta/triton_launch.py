@@ -18,6 +18,11 @@ TABLE = {
     "decode": {32: (32, 1), 16: (64, 2, 2, 128), 8: (64, 2), 4: (64, 1)},
     "window": {32: (64, 4, 3), 16: (64, 4, 3), 8: (64, 4, 1), 4: (64, 4, 1)},
 }
+# A `decode` of few rows is one kernel, for as many programs as an H200 holds at a time: more of
+# them would find weights again in turn.
+_FEW = Launch(block_v=32, num_warps=4, ahead=True)
+_FEW_WORDS = Launch(block_v=32, num_warps=2, ahead=True)
+_FEW_PROGRAMS = 512
 
 
 def default_launch(
@@ -30,4 +35,8 @@ def default_launch(
             # FP32 keys are two terms of a product, and would be spilled: 369 µs, not 328.
             launch = replace(launch, maxnreg=None)
         return launch
+    if kernel == "decode":
+        few = _FEW_WORDS if policy.read_storage.code_bits == 4 else _FEW
+        if rows * constants["HV"] * few.tiles(constants) <= _FEW_PROGRAMS:
+            return few
     return triton_launch.from_table(TABLE[kernel], policy, constants, rows)
