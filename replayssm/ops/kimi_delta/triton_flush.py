@@ -237,8 +237,10 @@ def _combine_heads(
 
     mixes = None if ring.v is None else empty(mixes_size(constants["BK"], constants["BL"]))
     decayed = empty(decayed_size(constants["BK"], constants["BL"]))
-    programs = min(heads, resident_programs(due.device, 16 if mixes is None else 12))
-    combine_kernel[(programs,)](
+    # With 168 registers more programs share a multiprocessor; those for longer rings would spill.
+    many = may_be_few(constants["BL"])
+    resident = 8 if many else 16 if mixes is None else 12
+    combine_kernel[(min(heads, resident_programs(due.device, resident)),)](
         ring,
         due,
         mixes,
@@ -247,7 +249,7 @@ def _combine_heads(
         SUMS=precision_of(torch.float32, torch.bfloat16),
         FULL=halves_of(torch.float32, torch.float32),
         num_warps=1,
-        maxnreg=168,
+        maxnreg=None if many else 168,
     )
     return mixes, decayed
 
