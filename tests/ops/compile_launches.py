@@ -203,10 +203,14 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
         ]
     if flush is kimi_delta_flush:
         constants = gated_delta_launch.sizes(gated_delta_launch.ring_argument(ring), policy)
-        many = kimi_delta_launch.default_launch("decode", policy, constants, MANY_ROWS)
-        calls.append(
-            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=many))
+        few, many = (
+            kimi_delta_launch.default_launch("decode", policy, constants, rows)
+            for rows in (1, MANY_ROWS)
         )
+        calls += [
+            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=few)),
+            ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=many)),
+        ]
     if flush is mamba2_flush:
         sizes = mamba2_launch.sizes(checkpoint, ring, cursors)
         large = mamba2_launch.default_launch("decode", policy, sizes, MANY_ROWS)
