@@ -183,13 +183,12 @@ def one_token(
             before = count_arrival(cursors, slot, True, COMMIT)
     else:
         tl.debug_barrier()
-    own = _own_product(token, tokens.k, ring.k, WORDS) if AHEAD else 0.0  # while the rest comes
     BEHIND: tl.constexpr = AHEAD or READ.code_bits == 32
     has_room = fits if BEHIND else True  # narrower states would spill where all has to come first
     if has_room:
         _answer(
             out, tokens, token, ring, row, slot, count, tile, head,
-            state, old_keys, u_past, g_past, v, own,
+            state, old_keys, u_past, g_past, v,
             HK, HV, K, V, L, READ, PRODUCTS, AHEAD, COMMIT is not None,
             BV, BK, BL, COLUMNS, KEY_COLUMNS,
         )  # fmt: skip
@@ -201,19 +200,8 @@ def one_token(
 
 
 @triton.jit
-def _own_product(token, source, ring_k, WORDS: tl.constexpr):
-    """k q of a token from `load_token`; WORDS: the state meets its k and q as it meets words."""
-    _, of_state, _, _, pair = token
-    pairs = (pair,) if WORDS else of_state
-    product = as_held(pairs[0][0], source, ring_k) * pairs[0][1].to(tl.float32)
-    for part in tl.static_range(1, len(pairs)):
-        product += as_held(pairs[part][0], source, ring_k) * pairs[part][1].to(tl.float32)
-    return tl.sum(product, 0)
-
-
-@triton.jit
 def _answer(
-    out, tokens, token, ring, row, slot, count, tile, head, state, old_keys, u_past, g_past, v, own,
+    out, tokens, token, ring, row, slot, count, tile, head, state, old_keys, u_past, g_past, v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, PRODUCTS: tl.constexpr, AHEAD: tl.constexpr, COMMITS: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
@@ -256,7 +244,14 @@ def _answer(
     predicted, answer = tl.split(both)
     v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
     u = beta * (v - predicted)  # [BV]
-    k_q = own if AHEAD else tl.sum(tl.where(newest, w_q, 0.0), 0)
+    if AHEAD:  # taken while the rest comes, it would share a scoreboard with what comes
+        pairs = (pair,) if reads_words(READ, K) else of_state
+        k_q = as_held(pairs[0][0], tokens.k, ring.k) * pairs[0][1].to(tl.float32)
+        for part in tl.static_range(1, len(pairs)):
+            k_q += as_held(pairs[part][0], tokens.k, ring.k) * pairs[part][1].to(tl.float32)
+        k_q = tl.sum(k_q, 0)
+    else:
+        k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
     answer = tl.where(fits, answer + u * k_q, float("nan"))
     tl.store(out + (row * HV + head) * V + value, answer, mask=in_v)
 

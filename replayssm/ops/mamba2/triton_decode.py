@@ -35,7 +35,6 @@ from replayssm.ops.mamba2.triton_token import (
     fold_token,
     load_ring,
     load_token,
-    own_product,
     store_constant,
     times_C,
 )
@@ -77,17 +76,15 @@ def decode_kernel(
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
         return
-    asked, own = None, None
+    asked = None
     if EAGER:
         asked = ask_early(read, ring, slot, part, H, P, G, N, L, READ, HEADS, BP, BL, WIDTH)
     pos = tl.load(cursors.pos + slot).to(tl.int32)
-    if EAGER:
-        own = own_product(token, RING)
     if EXCEPT is not None:
         if pos == EXCEPT:
             return
     decode_token(
-        out, tokens, token, ring, read, asked, own, row, slot, pos, part, TILES,
+        out, tokens, token, ring, read, asked, row, slot, pos, part, TILES,
         H, P, G, N, L, READ, RING, DOTS, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
@@ -141,7 +138,7 @@ def decode_and_flush_tile(
         ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
     )  # fmt: skip
     flush_token(
-        out, tokens, token, records, cursors, state, layer, ticket, part, None,
+        out, tokens, token, records, cursors, state, layer, ticket, part,
         H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
     )  # fmt: skip
 
@@ -175,7 +172,6 @@ def step_kernel(
         row, slot, pos, tl.load(cursors.flushes + slot), tl.load(cursors.sequence + slot),
         tl.load(cursors.seed + slot),
     )  # fmt: skip
-    own = own_product(token, RING)
     if pos >= L:
         before = count_arrival(cursors, slot, True, THREADS)
         store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
@@ -186,7 +182,7 @@ def step_kernel(
         if flushes:
             before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
             flush_token(
-                out, tokens, token, records, cursors, checkpoint, layer, ticket, part, own,
+                out, tokens, token, records, cursors, checkpoint, layer, ticket, part,
                 H, P, G, N, L, CHECKPOINT, RING, PRECISION, HEADS, BP, WIDTH,
             )  # fmt: skip
             move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
@@ -194,7 +190,7 @@ def step_kernel(
             y = times_C(loaded, token[1], N, WIDTH, READ)
             before = count_arrival(cursors, slot, True, THREADS)
             answer(
-                out, tokens, token, records, row, part, y, None, None, pos, own,
+                out, tokens, token, records, row, part, y, None, None, pos,
                 H, P, G, RING, HEADS, BP,
             )  # fmt: skip
             append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
@@ -203,7 +199,7 @@ def step_kernel(
         y = times_C(loaded, token[1], N, WIDTH, READ)
         before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
         answer(
-            out, tokens, token, records, row, part, y, None, None, pos, own,
+            out, tokens, token, records, row, part, y, None, None, pos,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         if flushes:

@@ -106,12 +106,11 @@ def answer(
     factors,                            # [R] that it lacks, or None
     met,                                # [BL] products of the records' B with C, or None
     unused,                             # slot from which `records` are to be dropped, or None
-    own,                                # of `own_product`, or None
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     RING: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Stores the outputs of tile `part` of a row."""
-    C, _, _, xs_given, dt_new, rate, Ds = token
+    C, _, B_new, xs_given, dt_new, rate, Ds = token
     C = C.to(tl.float32)
     if met is None:
         met = tl.sum(past_of(records[0], unused, RING) * C[None, :], 1)  # [BL]
@@ -119,7 +118,7 @@ def answer(
     log_decay = prefix_sums(rate[None, :] * dt)  # [BL, HEADS]
     now = last(log_decay) + rate * dt_new  # [HEADS]
     weights = dt * decay(now[None, :], log_decay) * met[:, None]
-    weight_new = dt_new * (own_product(token, RING) if own is None else own)
+    weight_new = dt_new * tl.sum(as_recorded(B_new, RING) * C, 0)
     for i in tl.static_range(piece_count(P, BP)):
         _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
         # All but the product with the state first: one change of layout for the sum.
@@ -133,13 +132,6 @@ def answer(
             kept *= factors[i]
         y = tl.fma(read[i], kept, y)
         tl.store(out + row * (H * P) + head_of * P + p, y, mask=in_tile)
-
-
-@triton.jit
-def own_product(token, RING: tl.constexpr):
-    """B C of a token. Whoever waits for state and records can take it meanwhile."""
-    C, _, B, _, _, _, _ = token
-    return tl.sum(as_recorded(B, RING) * C.to(tl.float32), 0)
 
 
 @triton.constexpr_function
@@ -293,7 +285,6 @@ def flush_token(
     out, tokens, token,
     records,                            # of which the last is unused
     cursors, state, layer, ticket, part,
-    own,                                # as in `answer`
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     STORAGE: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
@@ -305,7 +296,7 @@ def flush_token(
     for i in tl.static_range(len(values)):
         y = y + (tl.sum(values[i] * token[0].to(tl.float32)[None, :], 1),)
     answer(
-        out, tokens, token, records, ticket.row, part, y, None, None, L - 1, own,
+        out, tokens, token, records, ticket.row, part, y, None, None, L - 1,
         H, P, G, RING, HEADS, BP,
     )  # fmt: skip
     fold_token(
@@ -318,7 +309,6 @@ def flush_token(
 def decode_token(
     out, tokens, token, ring, read,
     asked,                              # state and records, if they are on their way, or None
-    own,                                # as in `answer`
     row, slot, pos, part, parts,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, DOTS: tl.constexpr,
@@ -352,7 +342,7 @@ def decode_token(
             y = times_C(loaded, token[1], N, WIDTH, READ)
         answer(
             out, tokens, token, records, row, part, y, factors, met,
-            None if asked is None else pos, own,
+            None if asked is None else pos,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
