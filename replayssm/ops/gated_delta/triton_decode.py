@@ -31,6 +31,7 @@ from replayssm.ops.gated_delta.triton_launch import (
     folding,
     line_columns,
     power_of_two,
+    programs_of,
     ring_argument,
     single_launch,
     sizes,
@@ -257,7 +258,7 @@ def _step_due(
 ) -> None:
     rows = len(cursors.slots)
     launch = launch or default_launch("flush", policy, constants, rows)
-    work = rows * constants["HV"] * launch.tiles(constants)
+    work = programs_of(launch, constants, rows)
     step_due_kernel[(min(work, resident_programs(due.device, launch.resident)),)](
         out,
         token_argument(inputs),

@@ -134,7 +134,7 @@ def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
-    if kernel.startswith("decode") and _programs(_FEW, constants, rows) <= _FEW_PROGRAMS:
+    if kernel.startswith("decode") and programs_of(_FEW, constants, rows) <= _FEW_PROGRAMS:
         return _FEW
     if kernel.startswith("flush") and scales_heads(policy):
         rows = min(_IN_TURN.block_v, power_of_two(constants["V"]))
@@ -171,14 +171,15 @@ def single_launch(
 ) -> Launch | None:
     """How one kernel does all of a step, or None where there are so many rows that several do it
     faster."""
-    if _programs(_FEW, constants, rows) > _FEW_PROGRAMS:
+    if programs_of(_FEW, constants, rows) > _FEW_PROGRAMS:
         return None
     if interpreted() and scales_heads(policy):  # programs that share a head wait for each other
         return replace(_FEW, block_v=power_of_two(constants["V"]))
     return _FEW
 
 
-def _programs(launch: Launch, constants: Mapping[str, int], rows: int) -> int:
+def programs_of(launch: Launch, constants: Mapping[str, int], rows: int) -> int:
+    """Tiles of so many rows."""
     return rows * constants["HV"] * launch.tiles(constants)
 
 

@@ -21,6 +21,7 @@ from replayssm.ops.quantize.words import (
     apart,
     bf16_dot,
     e2m1_operand,
+    in_code_order,
     part_columns,
 )
 from replayssm.ops.triton_common import exact_dot
@@ -85,8 +86,7 @@ def words_times(loaded, both, K: tl.constexpr, READ: tl.constexpr, PRODUCTS: tl.
     for block in tl.static_range(BLOCKS):
         sums = tl.zeros([R, 8], tl.float32)
         for part in tl.static_range(block * EACH, block * EACH + EACH):
-            x = tl.reshape(both[part].to(tl.float32) * HALF_WAY, [8, 4, 2, 2, 2])
-            x = tl.reshape(tl.permute(x, [3, 1, 4, 2, 0]), [32, 8])
+            x = in_code_order(both[part].to(tl.float32) * HALF_WAY)
             sums = bf16_dot(e2m1_operand(words[part]), x.to(tl.bfloat16), sums, PRODUCTS)
         total += tl.reshape(sums, [R, 4, 2]) * scales[block][:, :, None]
     return tl.sum(total, 1) * (factor_of(loaded, READ) * HALF_WAY)[:, None]

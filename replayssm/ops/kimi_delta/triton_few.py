@@ -9,6 +9,7 @@ Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
+from replayssm.ops.gated_delta.triton_step import no_token
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.triton_past import (
     load_past,
@@ -62,7 +63,7 @@ def decode_few_kernel(
     v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
-        tl.store(out + (row * HV + head) * V + value, tl.zeros([BV], tl.float32), mask=in_v)
+        no_token(out, row, tile, head, HV, V, BV)
         return
 
     count = tl.load(cursors.pos + slot).to(tl.int32)

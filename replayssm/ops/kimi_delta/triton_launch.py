@@ -37,6 +37,6 @@ def default_launch(
         return launch
     if kernel == "decode":
         few = _FEW_WORDS if policy.read_storage.code_bits == 4 else _FEW
-        if rows * constants["HV"] * few.tiles(constants) <= _FEW_PROGRAMS:
+        if triton_launch.programs_of(few, constants, rows) <= _FEW_PROGRAMS:
             return few
     return triton_launch.from_table(TABLE[kernel], policy, constants, rows)

@@ -16,7 +16,14 @@ from replayssm.ops.quantize.packing import decode_elements
 from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.scaling import is_encode
 from replayssm.ops.quantize.tiles import decode_block_scale, factor_of, load_codes, unscaled_of
-from replayssm.ops.quantize.words import HALF_WAY, apart, bf16_dot, e2m1_operand, part_columns
+from replayssm.ops.quantize.words import (
+    HALF_WAY,
+    apart,
+    bf16_dot,
+    e2m1_operand,
+    in_code_order,
+    part_columns,
+)
 from replayssm.ops.triton_common import bf16_terms
 
 
@@ -173,6 +180,5 @@ def _words_times(loaded, readers, K: tl.constexpr, READ: tl.constexpr, PRODUCTS:
 
 @triton.jit
 def _as_codes_lie(x):
-    """An operand [32, 8] of a part's readers [8, 32]."""
-    x = tl.permute(tl.reshape(x.to(tl.float32), (8, 4, 2, 2, 2)), (3, 1, 4, 2, 0))
-    return tl.reshape(x, (32, 8)).to(tl.bfloat16)
+    """`in_code_order`, in FP32."""
+    return in_code_order(x.to(tl.float32)).to(tl.bfloat16)

@@ -92,13 +92,19 @@ def words_times_parts(
     words = apart(loaded[0], COLS // 32)
     sums = tl.zeros([R, BLOCKS], tl.float32)
     for part in tl.static_range(COLS // 32):
-        # In the order of the codes: low and high half of a word, which pair of nibbles, which of
-        # the two pairs of an operand's register.
-        b = (vector[part].to(tl.float32) * HALF_WAY).to(tl.bfloat16)
-        b = tl.permute(tl.reshape(b, [BLOCKS, 4, 2, 2, 2]), [3, 1, 4, 2, 0])
-        sums = bf16_dot(e2m1_operand(words[part]), tl.reshape(b, [32, BLOCKS]), sums, PRODUCTS)
+        b = in_code_order((vector[part].to(tl.float32) * HALF_WAY).to(tl.bfloat16))
+        sums = bf16_dot(e2m1_operand(words[part]), b, sums, PRODUCTS)
     total = tl.sum(sums * decode_block_scale(loaded[1], STORAGE), 1)
     return total, factor_of(loaded, STORAGE) * HALF_WAY
+
+
+@triton.jit
+def in_code_order(x):
+    """An operand [32, C] that meets one of `e2m1_operand`, of a part of C vectors [C, 32]: low and
+    high half of a word, which pair of nibbles, which of the two pairs of an operand's register."""
+    C: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, [C, 4, 2, 2, 2]), [3, 1, 4, 2, 0])
+    return tl.reshape(x, [32, C])
 
 
 @triton.jit
