@@ -27,7 +27,7 @@ class Cursors(NamedTuple):
 
     slots: Tensor  # [B] int32 or int64: slot of each row; negative: a padding row, left alone
     pos: Tensor  # [S] int64: committed records
-    arrivals: Tensor  # [S, 512] int32, from `new_arrivals`: zero between launches
+    arrivals: Tensor  # [S, 1024] int32, from `new_arrivals`: zero between launches
     flushes: Tensor  # [S] int64: state writes so far, the flush index of the next one
     sequence: Tensor  # [S] int64, in [0, 2^32)
     seed: Tensor  # [S] int64, in [0, 2^32)
@@ -50,10 +50,8 @@ def new_cursors(slots: Tensor, *, sequence: Tensor, seed: Tensor) -> Cursors:
     )
 
 
-MOST_COUNTED_HEADS = 255
-# Of a slot: programs of its row, and of each of its heads; one for nothing, and of each head what
-# its programs have said so far (`largest_of_head`).
-COUNTERS = 2 * (1 + MOST_COUNTED_HEADS)
+# Of a slot: programs of its row, and what each of them has said to its head (`largest_of_head`).
+COUNTERS = 1024
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
@@ -215,26 +213,38 @@ def move_if_last(cursors, slot, before, programs, pos, flushes, THREADS: tl.cons
 
 
 @triton.jit
-def largest_of_head(cursors, slot, head, programs, pattern):
-    """The largest `pattern` (int32, not negative) of the `programs` of a head (heads: 255 at most),
-    each of which waits here for the others. The counters are `forget_heads`'s to clear.
+def hear_head(cursors, slot, head, TILES: tl.constexpr, listens, THREADS: tl.constexpr):
+    """What the programs of a head have said so far, if `listens`; see `largest_of_head`. The first
+    time it is read, memory has yet to be found: early is better."""
+    other = tl.arange(0, THREADS)  # one to a thread: only as many warps as have to ask
+    tl.static_assert(TILES <= THREADS)
+    at = cursors.arrivals + slot * _COUNTERS + 1 + head * TILES + other
+    return tl.load(at, mask=(other < TILES) & listens, other=-0x80000000, volatile=True)
 
-    The programs of a head have numbers that follow each other, and a GPU starts programs in the
-    order of their numbers: those that wait for one that has not started are programs of one head
-    at most, and every other program ends without them. In Triton's interpreter, where programs run
-    one after the other, the first would wait for ever.
+
+@triton.jit
+def largest_of_head(
+    cursors, slot, head, tile, TILES: tl.constexpr, pattern, said, THREADS: tl.constexpr
+):
+    """The largest `pattern` (int32, not negative) of the programs of a head, one for each of its
+    tiles, each of which waits here for the others. `said`: of `hear_head`. What they say is
+    `forget_heads`'s to clear.
+
+    A program says its pattern with the sign bit set, and so in one store both what it has and that
+    it has it. The programs of a head have numbers that follow each other, and a GPU starts programs
+    in the order of their numbers: those that wait for one that has not started are programs of one
+    head at most, and every other program ends without them. In Triton's interpreter, where programs
+    run one after the other, the first would wait for ever.
     """
-    at = cursors.arrivals + slot * _COUNTERS + 1 + head
-    tl.atomic_max(at + _COUNTERS // 2, pattern, sem="relaxed")
-    counted = tl.atomic_add(at, 1, sem="acq_rel") + 1
-    while counted < programs:
-        counted = tl.atomic_add(at, 0, sem="acquire")
-    return tl.atomic_max(at + _COUNTERS // 2, 0, sem="relaxed")
+    tl.store(cursors.arrivals + slot * _COUNTERS + 1 + head * TILES + tile, pattern | -0x80000000)
+    while tl.max(said) >= 0:
+        said = hear_head(cursors, slot, head, TILES, True, THREADS)
+    return tl.max(said & 0x7FFFFFFF)
 
 
 @triton.jit
 def forget_heads(cursors, slot, before, programs):
-    """Clears what `largest_of_head` counted of a row's heads, if `before`, of `count_arrival`, says
+    """Clears what `largest_of_head` knows of a row's heads, if `before`, of `count_arrival`, says
     that all others of its `programs` had been counted."""
     if tl.max(before) == programs - 1:
         counter = tl.arange(0, _COUNTERS)

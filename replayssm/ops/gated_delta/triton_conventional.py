@@ -26,10 +26,11 @@ from replayssm.ops.triton_conventional import (
 
 @triton.jit
 def conventional_kernel(
-    out,                                # [B, T, HV, V] float32
-    tokens, slots, state,               # Tokens, [B], [S, HV, V, K]
-    snapshots,                          # [B, T, HV, V, K] or None
+    slots, state,                       # [B], [S, HV, V, K]: in the order in which they are needed
     HK, HV,                             # not constants: models that share V and K share a binary
+    tokens,                             # Tokens
+    out,                                # [B, T, HV, V] float32
+    snapshots,                          # [B, T, HV, V, K] or None
     V: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
     CHANNELS: tl.constexpr,             # whether every key channel has its decay
     BV: tl.constexpr, WIDTH: tl.constexpr,
@@ -113,13 +114,13 @@ def conventional(
     check_exact(inputs, EXACT_INPUTS)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     conventional_kernel[(HV * triton.cdiv(V, launch.rows), batch)](
-        out,
-        token_argument(inputs),
         slots,
         state,
-        snapshots,
         HK,
         HV,
+        token_argument(inputs),
+        out,
+        snapshots,
         V=V,
         K=K,
         T=count,

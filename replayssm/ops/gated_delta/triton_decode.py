@@ -1,10 +1,10 @@
 """One token per row, T = 1: the state is read once, one record appended.
 
-Owns the kernel of `decode`, and the launchers of `decode` and `step` (kernels: triton_step.py).
-`decode` writes no state. `step` also commits the token and flushes the rows whose ring it fills:
-for few rows in one kernel, for many in launches of their own, because the registers of a fold would
-slow every step down. With FP32 states alone, rows that flush are left to the last of these
-launches, which reads their state once for both jobs.
+Owns the kernel of `decode` for many rows, and the launchers of `decode` and `step` (their other
+kernels: triton_few.py, triton_step.py). `decode` writes no state. `step` also commits the token and
+flushes the rows whose ring it fills: for few rows in one kernel, for many in launches of their own,
+because the registers of a fold would slow every step down. With FP32 states alone, rows that flush
+are left to the last of these launches, which reads their state once for both jobs.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 
@@ -13,7 +13,6 @@ Legend: triton_tiles.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -23,11 +22,13 @@ from torch import Tensor
 
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.reference import GatedDeltaInputs
-from replayssm.ops.gated_delta.triton_flush import commit_and_flush, room_of
+from replayssm.ops.gated_delta.triton_few import few_kernel
+from replayssm.ops.gated_delta.triton_flush import commit_and_flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
     default_launch,
+    folded_columns,
     folding,
     line_columns,
     power_of_two,
@@ -38,19 +39,19 @@ from replayssm.ops.gated_delta.triton_launch import (
     state_columns,
     state_width,
     token_argument,
-    writes,
 )
-from replayssm.ops.gated_delta.triton_step import no_token, step_due_kernel, step_kernel
-from replayssm.ops.gated_delta.triton_token import load_token, one_token
-from replayssm.ops.quantize.layout import stored
+from replayssm.ops.gated_delta.triton_step import no_token, step_due_kernel
+from replayssm.ops.gated_delta.triton_token import one_token
+from replayssm.ops.quantize.layout import Stored, stored
 from replayssm.ops.triton_common import (
-    MOST_COUNTED_HEADS,
+    COUNTERS,
     Cursors,
     interpreted,
     list_due,
     precision_of,
     resident_programs,
 )
+from replayssm.ops.triton_policy import check_copies, scales_heads
 from replayssm.policy import PrecisionPolicy
 
 
@@ -70,7 +71,6 @@ def decode_kernel(
     READ: tl.constexpr,
     PRODUCTS: tl.constexpr,
     EXCEPT: tl.constexpr,  # rows with so many committed records are left alone; None: no row is
-    AHEAD: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
@@ -80,12 +80,6 @@ def decode_kernel(
     """Grid (tiles of V, HV, B). Constants: `one_token`."""
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    token = None
-    if AHEAD:
-        token = load_token(
-            tokens, row, head, HK, HV, K, READ, PRODUCTS, BK, BL, COLUMNS, KEY_COLUMNS
-        )
-        tl.debug_barrier()  # the compiler would ask for the token behind the branch
     if slot < 0:
         no_token(out, row, tile, head, HV, V, BV)
         return
@@ -94,8 +88,8 @@ def decode_kernel(
         if count == EXCEPT:
             return
     one_token(
-        out, tokens, token, ring, cursors, read, row, slot, count, tile, head,
-        HK, HV, K, V, L, READ, PRODUCTS, AHEAD, None, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        out, tokens, ring, read, row, slot, count, tile, head,
+        HK, HV, K, V, L, READ, PRODUCTS, False, BV, BK, BL, COLUMNS, KEY_COLUMNS,
     )  # fmt: skip
 
 
@@ -142,6 +136,8 @@ def _decode(
     batch = len(cursors.slots)
     kernel = "decode_bf16" if _are_bf16(ring, inputs) else "decode"
     launch = launch or default_launch(kernel, policy, constants, batch)
+    if launch.ahead:
+        return _few(read, ring, policy, cursors, inputs, launch, constants)
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     decode_kernel[(launch.tiles(constants), constants["HV"], batch)](
         cursors.slots,
@@ -153,7 +149,6 @@ def _decode(
         **constants,
         **_reading(policy, ring, constants, inputs, launch),
         EXCEPT=excepted,
-        AHEAD=launch.ahead,
         **launch.options(),
         BV=launch.block_v,
         BK=state_width(policy, constants),
@@ -184,7 +179,7 @@ def step(
     Raises:
         ValueError: also where one kernel is asked for and has no launch for so many rows.
     """
-    storages = writes(policy, checkpoint, read_copy)
+    check_copies(policy, checkpoint, read_copy)
     read = checkpoint if read_copy is None else read_copy
     records = ring_argument(ring)
     constants = sizes(records, policy)
@@ -209,37 +204,58 @@ def step(
             f"single: {len(cursors.slots)} rows of {constants['HV']} heads are too many for one "
             "kernel unless `launch` says how"
         )
-    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
-    grid = (launch.tiles(constants), constants["HV"], len(cursors.slots))
-    options = {**constants, **storages, **folding(policy, records, constants, launch)}
-    shared = options["WHOLE"] and launch.tiles(constants) > 1
-    if shared and (interpreted() or constants["HV"] > MOST_COUNTED_HEADS):
+    both = stored(checkpoint), None if read_copy is None else stored(read_copy)
+    return _few(read, records, policy, cursors, inputs, launch, constants, copies=both, layer=layer)
+
+
+def _few(
+    read: Quantized,
+    ring: Ring,
+    policy: PrecisionPolicy,
+    cursors: Cursors,
+    inputs: GatedDeltaInputs,
+    launch: Launch,
+    constants: Mapping[str, int],
+    *,
+    copies: tuple[Stored | None, Stored | None] = (None, None),
+    layer: int = 0,
+) -> Tensor:
+    """`decode`, or, given both copies, `step` in one kernel."""
+    commits = copies[0] is not None
+    tiles = launch.tiles(constants)
+    shared = commits and scales_heads(policy) and tiles > 1
+    if shared and (interpreted() or constants["HV"] * tiles >= COUNTERS):
         raise ValueError(
             f"single: block_v {launch.block_v} cuts {constants['HV']} heads that have a scale into "
-            f"{launch.tiles(constants)} tiles, whose programs wait for each other; allowed are "
-            f"whole heads, and on a GPU tiles of at most {MOST_COUNTED_HEADS} heads"
+            f"{tiles} tiles, whose programs wait for each other; allowed are whole heads, and on a "
+            f"GPU less than {COUNTERS} tiles"
         )
-    options |= {"WHOLE": options["WHOLE"] and not shared, "SHARED": shared}
-    step_kernel[grid](
+    written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
+    columns = line_columns(8 * ring.k.element_size())
+    tokens = token_argument(inputs)
+    out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
+    few_kernel[(tiles, constants["HV"], len(cursors.slots))](
         cursors.slots,
-        token_argument(inputs),
+        GatedDeltaInputs(*tokens[:5]),
         stored(read),
-        records,
+        ring,
         out,
         cursors,
-        stored(checkpoint),
-        None if read_copy is None else stored(read_copy),
+        *copies,
         layer,
-        room_of(
-            records,
-            math.prod(grid[1:] if shared else grid),
-            options,
-            combines=records.v is not None,
-        ),
-        **options,
-        **_reading(policy, records, constants, inputs, launch),
+        STRIDES=tokens[5:10],
+        **constants,
+        READ=policy.read_storage,
+        CHECKPOINT=written[0],
+        READ_COPY=written[1],
+        SHARED=shared,
         THREADS=32 * launch.num_warps,
-        **launch.options(*storages.values()),
+        BV=launch.block_v,
+        BK=state_width(policy, constants),
+        COLUMNS=state_columns(policy, constants),
+        KEY_COLUMNS=min(columns, power_of_two(constants["K"])),
+        FOLDED=folded_columns(policy, constants),
+        **launch.options(*written),
     )
     return out
 
@@ -271,7 +287,6 @@ def _step_due(
         CHECKPOINT=policy.checkpoint,
         **folding(policy, ring, constants, launch),
         **_reading(policy, ring, constants, inputs, launch),
-        THREADS=32 * launch.num_warps,
         **launch.options(policy.checkpoint),
     )
 

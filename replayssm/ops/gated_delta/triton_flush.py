@@ -113,7 +113,7 @@ def flush_kernel(
     end = tl.load(due).to(tl.int32) * (HV * SHARES)
     SOLVES: tl.constexpr = ring.v is not None
     if room is not None:
-        SIZE: tl.constexpr = room_for(False, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
+        SIZE: tl.constexpr = room_for(SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)[-1]
         room += tl.program_id(0) * SIZE
     first_work, programs = tl.program_id(0), tl.num_programs(0)
     # Addresses that are formed before a loop take registers all through it.
@@ -129,7 +129,7 @@ def flush_kernel(
             of_keys = decayed + work // SHARES * decayed_size(BK, BL)
         fold_and_write(
             checkpoint, read_copy, layer, ring, cursors, of_head, room, ticket, head, first,
-            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, False, KEYS, FULL, EXACT,
+            HK, HV, K, V, L, CHECKPOINT, READ_COPY, WHOLE, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL, of_keys,
         )  # fmt: skip
         if room is not None:
@@ -236,7 +236,7 @@ def flush_due(
         due,
         mixes,
         decayed,
-        room_of(ring, programs, options),
+        _room_of(ring, programs, options),
         **options,
         **compiled,
     )
@@ -265,11 +265,8 @@ def _combine(
 _RULE = Rule(default_launch, _combine)
 
 
-def room_of(
-    ring: Ring, programs: int, options: Mapping, *, combines: bool = False
-) -> Tensor | None:
-    """Room for so many programs of `fold_and_write`, given its constants; `combines`: it has to
-    call `combine_keys`."""
+def _room_of(ring: Ring, programs: int, options: Mapping) -> Tensor | None:
+    """Room for so many programs of `fold_and_write`, given its constants."""
     names = ("WHOLE", "CHECKPOINT", "V", "BV", "BK", "BL")
-    size = room_for(combines, ring.v is not None, *(options[name] for name in names))[-1]
+    size = room_for(ring.v is not None, *(options[name] for name in names))[-1]
     return torch.empty(programs * size, dtype=torch.float32, device=ring.u.device) if size else None

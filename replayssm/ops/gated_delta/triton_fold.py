@@ -21,9 +21,8 @@ from replayssm.ops.gated_delta.triton_tiles import (
     write_state,
 )
 from replayssm.ops.gated_delta.triton_whole import is_exact, keep_tile, write_head
-from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
-from replayssm.ops.triton_common import exact_dot, largest_of_head
+from replayssm.ops.triton_common import exact_dot
 
 # A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
 FEW = tl.constexpr(16)
@@ -49,13 +48,11 @@ def decayed_size(BK: int, BL: int) -> int:
 
 
 @triton.constexpr_function
-def room_for(
-    combines: bool, solves: bool, whole: bool, checkpoint, V: int, BV: int, BK: int, BL: int
-):
-    """Where in a program's FP32 room things lie, and at last how large it is: what `combine_keys`
-    leaves, u [BL, V]; block scales [V, BK / 16], states [V, BK]."""
+def room_for(solves: bool, whole: bool, checkpoint, V: int, BV: int, BK: int, BL: int):
+    """Where in a program's FP32 room things lie, and at last how large it is: u [BL, V]; block
+    scales [V, BK / 16], states [V, BK]."""
     rows = -(-V // BV) * BV
-    sizes = (BL * BL + BL * BK if combines else 0, BL * rows if solves else 0)
+    sizes = (BL * rows if solves else 0,)
     sizes += (rows * BK // 16, 0 if is_exact(checkpoint) else rows * BK) if whole else (0, 0)
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return tuple(starts)
@@ -68,7 +65,7 @@ def fold_and_write(
     layer,
     ring,  # Ring; with v and beta, u is solved for; otherwise the ring's is folded
     cursors,  # Cursors, of which only counters are used
-    mixes,  # FP32, what `combine_keys` left of this head; None: it is yet to be called
+    mixes,  # FP32, what `combine_keys` left of this head
     room,  # FP32, as large as `room_for` says
     ticket,  # of the row
     head,
@@ -81,9 +78,7 @@ def fold_and_write(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,  # all tiles of a head, because a copy has a scale per head, not one
-    SHARED: tl.constexpr,  # that copy's tiles have a program each, which are all in this launch
-    KEYS: tl.constexpr,  # precision of k times k
-    FULL: tl.constexpr,  # of u times k
+    FULL: tl.constexpr,  # precision of u times k
     EXACT: tl.constexpr,  # of FP32 times FP32
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -99,20 +94,13 @@ def fold_and_write(
     Where a copy has a scale per head, tiles are folded one after the other, then scales chosen for
     all their blocks, then the tiles written. All of a head at once would leave a multiprocessor to
     one program, whose loads, products and stores would take turns.
-
-    SHARED, programs tell each other how large their tiles are, and `room` is the head's: every one
-    finds what the rows have in common, the same bits.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     EACH: tl.constexpr = TILES if WHOLE else 1
     SOLVES: tl.constexpr = ring.v is not None
-    COMBINES: tl.constexpr = SOLVES and mixes is None
-    AT: tl.constexpr = room_for(COMBINES, SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
+    AT: tl.constexpr = room_for(SOLVES, WHOLE, CHECKPOINT, V, BV, BK, BL)
     slot, count = ticket.slot, ticket.pos
     if SOLVES:
-        if COMBINES:
-            mixes = room + AT[0]
-            combine_keys(ring, mixes, slot, head, count, HK, HV, K, L, KEYS, FULL, BK, BL)
         for i in tl.range(EACH, disable_licm=True):
             _solve_tile(
                 checkpoint, ring, mixes, room, slot, head, first + i, count, AT,
@@ -145,14 +133,11 @@ def fold_and_write(
             HK, HV, K, V, L, CHECKPOINT, FULL, BV, BK, BL, 1, 0,
         )  # fmt: skip
         tl.debug_barrier()
-        amax = None
-        if SHARED:
-            amax = largest_of_head(cursors, slot, head, TILES, tl.max(magnitude_bits(s)))
         value = first * BV + tl.arange(0, BV)
         in_rows = None if V % BV == 0 else value < V
         write_state(
             s, checkpoint, read_copy, cursors, layer, ticket, head * V + value, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+            V, K, BV, BK, CHECKPOINT, READ_COPY,
         )  # fmt: skip
 
 
@@ -268,7 +253,7 @@ def _solve_tile_of(
         u = exact_dot(v, mix, tl.zeros_like(predicted), EXACT) - predicted
     else:
         u = exact_dot(v, mix, -predicted, EXACT)
-    tl.store(room + AT[1] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
+    tl.store(room + AT[0] + record[None, :] * V + value[:, None], u, mask=in_v[:, None])
 
 
 @triton.jit
@@ -287,7 +272,7 @@ def _fold_tile(
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K + part * (BK // PARTS)
     row = (head * V + value) * PARTS + part
     s = load_tile(checkpoint, slot, row, in_rows, V * PARTS, K // PARTS, BK // PARTS, CHECKPOINT)
-    u_at = ring.u + first * V if ring.v is None else room + AT[1]
+    u_at = ring.u + first * V if ring.v is None else room + AT[0]
     in_k = column < K // PARTS
     if decayed is not None:
         decayed += part * (BK // PARTS)

@@ -306,6 +306,15 @@ def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     return state_width(policy, constants) if whole else part
 
 
+def folded_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
+    """Columns of the state that few rows fold at a time, four for each of eight lanes that share a
+    row; all where K is no power of two, or a checkpoint's scale belongs to more."""
+    fmt, width = policy.checkpoint.format, state_width(policy, constants)
+    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
+    parts = constants["K"] == width <= 256 and policy.checkpoint.scale != "row" and 32 % block == 0
+    return 32 if parts else width
+
+
 def value_dtype(storage: Storage) -> torch.dtype:
     """A dtype that holds every result of `tiles.load_tile`."""
     plain = storage.format.name in ("fp16", "bf16") and storage.scale == "none"

@@ -1,8 +1,8 @@
 """One token of one state tile: its outputs, its record, and nothing else.
 
-Owns what `decode` and `step` kernels do with a token. The state tile meets k and q in one pass, on
-CUDA cores: two products per element keep up with memory and round no operand. Knows no launch, and
-of cursors only the record's number.
+Owns what the kernels for many rows do with a token (for few: triton_few.py). The state tile meets k
+and q in one pass, on CUDA cores: two products per element keep up with memory and round no operand.
+Knows no launch, and of cursors only the record's number.
 
 Legend: triton_tiles.py.
 """
@@ -32,34 +32,10 @@ from replayssm.ops.quantize.tiles import (
     times_vector,
     unscaled_of,
 )
-from replayssm.ops.triton_common import count_arrival
 
 
 @triton.jit
-def load_token(
-    tokens, row, head,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, READ: tl.constexpr,
-    PRODUCTS: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """All of a token that depends on no cursor, as it lies, for `one_token`: k and q as the ring's
-    keys meet them, and as the state does, g and beta.
-
-    Each comes from memory in the layout that needs it: a vector that changes its layout goes
-    through shared memory.
-    """
-    key_head = head // (HV // HK)
-    k_at = tokens.k + row * tokens.k_row + key_head * K
-    q_at = tokens.q + row * tokens.q_row + key_head * K
-    g = tl.load(tokens.g + row * tokens.g_row + head)
-    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
-    of_keys = _load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
-    of_state = _load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
-    return of_keys, of_state, g, beta, _load_pair(k_at, q_at, tl.arange(0, BK), K)
-
-
-@triton.jit
-def _load_for_keys(
+def load_for_keys(
     k_at, q_at, K: tl.constexpr, PRODUCTS: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """k and q as the ring's keys meet them."""
@@ -74,7 +50,7 @@ def _load_for_keys(
 
 
 @triton.jit
-def _load_for_state(
+def load_for_state(
     k_at, q_at, of_keys,
     K: tl.constexpr, READ: tl.constexpr, PRODUCTS: tl.constexpr,
     BK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -103,9 +79,7 @@ def _load_pair(k_at, q_at, column, K: tl.constexpr):
 def one_token(
     out,  # [B, HV, V] FP32
     tokens,  # Tokens
-    token,  # from `load_token`; None without AHEAD
     ring,  # Ring
-    cursors,  # Cursors
     read,  # Stored
     row,
     slot,
@@ -119,25 +93,18 @@ def one_token(
     L: tl.constexpr,
     READ: tl.constexpr,
     PRODUCTS: tl.constexpr,  # precision of products on tensor cores; None: on CUDA cores
-    AHEAD: tl.constexpr,  # whether to load records before `count` says which exist
-    COMMIT: tl.constexpr,  # threads of a program whose caller commits the token, and folds a ring
-    # that it fills; None: it does neither
+    READS_BACK: tl.constexpr,  # whether the caller then reads the record, all of it
     BV: tl.constexpr,
     BK: tl.constexpr,
     BL: tl.constexpr,
     COLUMNS: tl.constexpr,  # of the state that are read at a time
     KEY_COLUMNS: tl.constexpr,  # and of keys
 ):
-    """Outputs of V rows `tile` of a head, and their share of the record.
-
-    With COMMIT, returns what `count_arrival` does, of rows whose ring does not fill; and a program
-    that fills a ring writes all of the record, so that it can read it back.
+    """Outputs of V rows `tile` of a head, and their share of the record: with READS_BACK all that
+    the tile needs of it, so that the program can read it back.
 
     The state, whose place depends on the slot alone, is asked for first; then what depends on the
     cursor; nothing is computed, and so no warp waits for another, before all of it is on its way.
-    With few rows memory is idle and time is latency: AHEAD takes two trips to memory, one for the
-    token and the slot, one for all that lies at the slot. It reads all L slots of the ring while
-    the cursor is still on its way, and leaves out those past it afterwards.
     Compilers like to compute between loads, and then to wait for some before they ask for others:
     a barrier keeps loads in front of it, and a branch that depends on the cursor keeps arithmetic
     behind it.
@@ -152,83 +119,66 @@ def one_token(
     if WORDS:
         state = load_codes(read, slot, state_row, in_rows, V, K, BK, READ)
     else:
-        state = _load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
+        state = load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
     key_head = head // (HV // HK)
     k_at = tokens.k + row * tokens.k_row + key_head * K
     q_at = tokens.q + row * tokens.q_row + key_head * K
-    if not AHEAD:
-        g = tl.load(tokens.g + row * tokens.g_row + head)
-        beta = tl.load(tokens.beta + row * tokens.beta_row + head)
+    g = tl.load(tokens.g + row * tokens.g_row + head)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head)
     v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=in_v, other=0.0)
 
     past = record < count
     fits = count < L  # a ring without room is a caller's mistake; no number may come of it
-    asked = record < L if AHEAD else past
     keys = ring.k + (slot * HK + key_head) * L * K
     first = (slot * HV + head) * L  # this head's oldest record
     newest = record == count
     if PRODUCTS is None:
-        old_keys = _load_old(keys, record, asked, K, KEY_COLUMNS)
+        old_keys = load_old(keys, record, past, K, KEY_COLUMNS)
     else:
-        old_keys = load_keys(keys, None if AHEAD else k_at, record, asked, newest, K)
-    if not AHEAD:
-        of_keys = _load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
-        token = of_keys, None, g, beta, None  # the rest where it is needed: it is in the cache
-    u_past = load_rows(ring.u + first * V, record, V, asked, value, in_v)  # [BL, BV]
-    g_past = tl.load(ring.g + first + record, mask=asked, other=0.0)  # [BL]
-    before = 0
-    if COMMIT is not None:
-        before = tl.zeros([COMMIT], tl.int32)
-        if count != L - 1:  # and so every thread has the cursor before anyone counts
-            before = count_arrival(cursors, slot, True, COMMIT)
-    else:
+        old_keys = load_keys(keys, k_at, record, past, newest, K)
+    of_keys = load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
+    u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
+    g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
+    if not READS_BACK:
         tl.debug_barrier()
-    BEHIND: tl.constexpr = AHEAD or READ.code_bits == 32
+    BEHIND: tl.constexpr = READ.code_bits == 32
     has_room = fits if BEHIND else True  # narrower states would spill where all has to come first
     if has_room:
         _answer(
-            out, tokens, token, ring, row, slot, count, tile, head,
-            state, old_keys, u_past, g_past, v,
-            HK, HV, K, V, L, READ, PRODUCTS, AHEAD, COMMIT is not None,
-            BV, BK, BL, COLUMNS, KEY_COLUMNS,
+            out, tokens, ring, row, slot, count, tile, head,
+            of_keys, state, old_keys, u_past, g_past, v, g, beta,
+            HK, HV, K, V, L, READ, PRODUCTS, READS_BACK, BV, BK, BL, COLUMNS, KEY_COLUMNS,
         )  # fmt: skip
     else:
         tl.store(
             out + (row * HV + head) * V + value, tl.full([BV], float("nan"), tl.float32), mask=in_v
         )
-    return before
 
 
 @triton.jit
 def _answer(
-    out, tokens, token, ring, row, slot, count, tile, head, state, old_keys, u_past, g_past, v,
+    out, tokens, ring, row, slot, count, tile, head,
+    of_keys, state, old_keys, u_past, g_past, v, g, beta,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, PRODUCTS: tl.constexpr, AHEAD: tl.constexpr, COMMITS: tl.constexpr,
+    READ: tl.constexpr, PRODUCTS: tl.constexpr, READS_BACK: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
     COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What `one_token` computes and stores, when all of it has been asked for."""
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
-    in_v, past, newest, fits = value < V, record < count, record == count, count < L
-    of_keys, of_state, g, beta, pair = token
+    in_v, newest, fits = value < V, record == count, count < L
     if PRODUCTS is None:
-        from_keys = _keys_times(
-            old_keys, of_keys, None if AHEAD else newest, tokens.k, ring.k, BL, KEY_COLUMNS
-        )
+        from_keys = _keys_times(old_keys, of_keys, newest, tokens.k, ring.k, BL, KEY_COLUMNS)
     else:
         from_keys = keys_times(old_keys, of_keys, K, PRODUCTS)
-    if AHEAD:  # what else the ring holds is in rows of its own
-        from_keys = tl.where(past[:, None], from_keys, 0.0)
-        u_past = tl.where(past[:, None], u_past, 0.0)
-        g_past = tl.where(past, g_past, 0.0)
-    if not AHEAD:
-        k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
-        q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
-        of_state = _load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
+    # Where it is needed: it is in the cache.
+    k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
+    q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
+    of_state = load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
     if reads_words(READ, K) and PRODUCTS is not None and has_groups(READ, K):
         both = words_times(state, of_state, K, READ, PRODUCTS)
     elif reads_words(READ, K):
-        k_parts = _held_parts(of_state[0], tokens.k, ring.k)
+        k_parts = held_parts(of_state[0], tokens.k, ring.k)
         with_k = times_vector(state, k_parts, K, BK, READ)
         with_q = times_vector(state, of_state[1], K, BK, READ)
         both = tl.join(with_k, with_q)  # [BV, 2]
@@ -244,14 +194,7 @@ def _answer(
     predicted, answer = tl.split(both)
     v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
     u = beta * (v - predicted)  # [BV]
-    if AHEAD:  # taken while the rest comes, it would share a scoreboard with what comes
-        pairs = (pair,) if reads_words(READ, K) else of_state
-        k_q = as_held(pairs[0][0], tokens.k, ring.k) * pairs[0][1].to(tl.float32)
-        for part in tl.static_range(1, len(pairs)):
-            k_q += as_held(pairs[part][0], tokens.k, ring.k) * pairs[part][1].to(tl.float32)
-        k_q = tl.sum(k_q, 0)
-    else:
-        k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
+    k_q = tl.sum(tl.where(newest, w_q, 0.0), 0)
     answer = tl.where(fits, answer + u * k_q, float("nan"))
     tl.store(out + (row * HV + head) * V + value, answer, mask=in_v)
 
@@ -261,7 +204,7 @@ def _answer(
         if ring.v is not None:
             tl.store(ring.v + here * V + value, v.to(ring.v.dtype.element_ty), mask=in_v)
         first_tile, first_head = tile == 0, head % (HV // HK) == 0
-        if COMMITS:  # to be read back here: every program stores it, the same bits
+        if READS_BACK:  # every program stores it, the same bits
             first_tile |= count == L - 1
             first_head |= count == L - 1
         if first_tile:
@@ -270,16 +213,13 @@ def _answer(
                 tl.store(ring.beta + here, beta)
             if first_head:
                 column = tl.arange(0, BK)
-                if AHEAD:
-                    k = as_held(pair[0], tokens.k, ring.k)
-                else:
-                    k = load_vector(k_at, column, ring.k, K)
+                k = load_vector(k_at, column, ring.k, K)
                 at = ring.k + ((slot * HK + head // (HV // HK)) * L + count) * K + column
                 tl.store(at, k.to(ring.k.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
-def _load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
+def load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Keys as they lie, in parts [BL, COLUMNS]."""
     parts = ()
     for start in tl.static_range(0, K, COLUMNS):
@@ -295,20 +235,18 @@ def _keys_times(
     parts, pairs, newest, source, ring_k,
     BL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Products [BL, 2] of the keys with k and q; at `newest`, if it is given, of k itself."""
+    """Products [BL, 2] of the keys with k and q; at `newest`, of k itself."""
     with_k, with_q = tl.zeros([BL, COLUMNS], tl.float32), tl.zeros([BL, COLUMNS], tl.float32)
     for part in tl.static_range(len(parts)):
         k, q = as_held(pairs[part][0], source, ring_k), pairs[part][1].to(tl.float32)
-        old = parts[part].to(tl.float32)
-        if newest is not None:
-            old = tl.where(newest[:, None], k, old)
+        old = tl.where(newest[:, None], k, parts[part].to(tl.float32))
         with_k += old * k
         with_q += old * q
     return tl.sum(tl.join(with_k, with_q), 1)
 
 
 @triton.jit
-def _load_parts(
+def load_parts(
     read, slot, row, in_rows,
     V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
@@ -338,7 +276,7 @@ def _parts_times(
 
 
 @triton.jit
-def _held_parts(parts, source, ring):
+def held_parts(parts, source, ring):
     """`as_held` of the eight vectors of `load_eighths`."""
     return (
         as_held(parts[0], source, ring),

@@ -47,7 +47,7 @@ def keep_tile(
     magnitude = magnitude_bits(s)
     amax = tl.max(tl.reshape(magnitude, [BV, WIDTH // 16, 16]), 2)
     line = value[:, None] * PARTS + part
-    at = room + AT[2] + line * (WIDTH // 16) + block[None, :]
+    at = room + AT[1] + line * (WIDTH // 16) + block[None, :]
     tl.store(at, amax.to(tl.float32, bitcast=True))
     if is_exact(CHECKPOINT):
         in_rows = None if V % BV == 0 else value < V
@@ -58,7 +58,7 @@ def keep_tile(
         if not_finite > 0:
             tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
     else:
-        tl.store(room + AT[3] + line * WIDTH + column[None, :], s)
+        tl.store(room + AT[2] + line * WIDTH + column[None, :], s)
     return tl.max(amax)
 
 
@@ -95,7 +95,7 @@ def _choose_scales(
     ROWS: tl.constexpr = triton.next_power_of_2(V)
     value, block = tl.arange(0, ROWS), tl.arange(0, BK // 16)
     in_rows = None if V == ROWS else value < V
-    at = room + AT[2] + value[:, None] * (BK // 16) + block[None, :]
+    at = room + AT[1] + value[:, None] * (BK // 16) + block[None, :]
     largest = tl.load(at, mask=(value < V)[:, None], other=0.0).to(tl.int32, bitcast=True)
     scales, may_overflow = store_scales(
         largest, amax, read, slot, head * V + value, in_rows, V, K, BK, READ
@@ -117,13 +117,13 @@ def _write_kept(
     if is_exact(CHECKPOINT):
         s = load_tile(checkpoint, ticket.slot, row, in_rows, V, K, BK, CHECKPOINT)
     else:
-        s = tl.load(room + AT[3] + value[:, None] * BK + column[None, :])
+        s = tl.load(room + AT[2] + value[:, None] * BK + column[None, :])
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
     scales = None
     if chooses_ahead(READ):
         block = tl.arange(0, BK // 16)
         scales = (
-            tl.load(room + AT[2] + value[:, None] * (BK // 16) + block[None, :]),
+            tl.load(room + AT[1] + value[:, None] * (BK // 16) + block[None, :]),
             may_overflow,
         )
     write_state(

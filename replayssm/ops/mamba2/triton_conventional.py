@@ -25,10 +25,11 @@ from replayssm.ops.triton_conventional import (
 
 @triton.jit
 def conventional_kernel(
-    out,                                # [B, T, H, P] float32
-    tokens, A, slots, state,            # Tokens, [H], [B], [S, H, P, N]
-    snapshots,                          # [B, T, H, P, N] or None
+    slots, state,                       # [B], [S, H, P, N]: in the order in which they are needed
     H, G,                               # not constants: models that share P and N share a binary
+    tokens, A,                          # Tokens, [H]
+    out,                                # [B, T, H, P] float32
+    snapshots,                          # [B, T, H, P, N] or None
     P: tl.constexpr, N: tl.constexpr, T: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -111,14 +112,14 @@ def conventional(
     check_exact(inputs, EXACT_INPUTS)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     conventional_kernel[(H * triton.cdiv(P, launch.rows), batch)](
-        out,
-        token_argument(inputs),
-        inputs.A,
         slots,
         state,
-        snapshots,
         H,
         G,
+        token_argument(inputs),
+        inputs.A,
+        out,
+        snapshots,
         P=P,
         N=N,
         T=count,

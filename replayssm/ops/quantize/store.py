@@ -91,10 +91,9 @@ def store_tile(
             # Every lane of a block has this. Gathered in place, each element is in one thread: the
             # scales, forty instructions each, are then chosen once.
             amax = tl.gather(amax, tl.broadcast_to(tl.arange(0, BLOCKS)[None, :], amax.shape), 1)
-        peak = tl.max(amax)
     else:
         tl.static_assert(SCALES == "nvfp4" and matrix_amax is not None)
-        peak = matrix_amax
+    peak = tl.max(amax) if matrix_amax is None else matrix_amax
     over = peak * 0
     not_finite = over
     if peak >= 0x7F800000:
