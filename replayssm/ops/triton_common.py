@@ -213,9 +213,17 @@ def move_if_last(cursors, slot, before, programs, pos, flushes, THREADS: tl.cons
 
 
 @triton.jit
+def tell_head(cursors, slot, head, tile, TILES: tl.constexpr, pattern):
+    """Says a tile's largest `pattern` (int32, not negative) to the programs of its head, one for
+    each of the head's tiles: with the sign bit set, and so both what it is and that it is said."""
+    of_head = cursors.arrivals + slot * _COUNTERS + 1 + head * TILES
+    tl.store(of_head + tile, pattern | -0x80000000)
+
+
+@triton.jit
 def hear_head(cursors, slot, head, TILES: tl.constexpr, listens, THREADS: tl.constexpr):
-    """What the programs of a head have said so far, if `listens`; see `largest_of_head`. The first
-    time it is read, memory has yet to be found: early is better."""
+    """What the programs of a head have said so far, if `listens`. The first time that is asked,
+    memory has yet to be found: early is better."""
     other = tl.arange(0, THREADS)  # one to a thread: only as many warps as have to ask
     tl.static_assert(TILES <= THREADS)
     at = cursors.arrivals + slot * _COUNTERS + 1 + head * TILES + other
@@ -223,20 +231,15 @@ def hear_head(cursors, slot, head, TILES: tl.constexpr, listens, THREADS: tl.con
 
 
 @triton.jit
-def largest_of_head(
-    cursors, slot, head, tile, TILES: tl.constexpr, pattern, said, THREADS: tl.constexpr
-):
-    """The largest `pattern` (int32, not negative) of the programs of a head, one for each of its
-    tiles, each of which waits here for the others. `said`: of `hear_head`. What they say is
-    `forget_heads`'s to clear.
+def largest_of_head(cursors, slot, head, TILES: tl.constexpr, said, THREADS: tl.constexpr):
+    """The largest pattern of a head, when all of its programs have said theirs; `said`: by
+    `hear_head`. What they said is `forget_heads`'s to clear.
 
-    A program says its pattern with the sign bit set, and so in one store both what it has and that
-    it has it. The programs of a head have numbers that follow each other, and a GPU starts programs
-    in the order of their numbers: those that wait for one that has not started are programs of one
-    head at most, and every other program ends without them. In Triton's interpreter, where programs
-    run one after the other, the first would wait for ever.
+    The programs of a head have numbers that follow each other, and a GPU starts programs in the
+    order of their numbers: those that wait for one that has not started are programs of one head
+    at most, and every other program ends without them. In Triton's interpreter, where programs run
+    one after the other, the first would wait for ever.
     """
-    tl.store(cursors.arrivals + slot * _COUNTERS + 1 + head * TILES + tile, pattern | -0x80000000)
     while tl.max(said) >= 0:
         said = hear_head(cursors, slot, head, TILES, True, THREADS)
     return tl.max(said & 0x7FFFFFFF)

@@ -27,6 +27,7 @@ from replayssm.ops.gated_delta.triton_flush import commit_and_flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
+    Tokens,
     default_launch,
     folded_columns,
     folding,
@@ -255,6 +256,7 @@ def _few(
         COLUMNS=state_columns(policy, constants),
         KEY_COLUMNS=min(columns, power_of_two(constants["K"])),
         FOLDED=folded_columns(policy, constants),
+        PAIRED=_are_pairs(ring, tokens),
         **launch.options(*written),
     )
     return out
@@ -293,6 +295,15 @@ def _step_due(
 
 def _are_bf16(ring: Ring, inputs: GatedDeltaInputs) -> bool:
     return all(tensor.dtype == torch.bfloat16 for tensor in (ring.k, inputs.k, inputs.q))
+
+
+def _are_pairs(ring: Ring, tokens: Tokens) -> bool:
+    """Whether k, q and the ring's keys are BF16, and two at a time lie at multiples of 4 bytes."""
+    vectors = (ring.k, tokens.k, tokens.q)
+    strides = (ring.k.shape[-1], tokens.k_row, tokens.q_row)
+    return all(x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0 for x in vectors) and not any(
+        stride % 2 for stride in strides
+    )
 
 
 def _reading(

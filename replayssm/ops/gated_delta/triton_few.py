@@ -17,25 +17,26 @@ elements than the program has threads. Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_tiles import as_held, decay, load_vector, write_state
-from replayssm.ops.gated_delta.triton_token import (
-    held_parts,
-    load_for_keys,
-    load_for_state,
-    load_old,
-    load_parts,
+from replayssm.ops.gated_delta.triton_in_order import (
+    fold_in_order,
+    load_records,
+    side_by_side,
+    store_parts,
 )
+from replayssm.ops.gated_delta.triton_pairs import (
+    eighths,
+    in_columns,
+    load_for_words,
+    load_part,
+    load_part_of_rows,
+    widen,
+)
+from replayssm.ops.gated_delta.triton_tiles import as_held, decay, load_vector, write_state
+from replayssm.ops.gated_delta.triton_token import load_parts
+from replayssm.ops.gated_delta.triton_whole import is_exact
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.scaling import magnitude_bits
-from replayssm.ops.quantize.tiles import (
-    decode_block_scale,
-    factor_of,
-    load_codes,
-    load_eighths_together,
-    unscaled_of,
-    values_of,
-    word_products,
-)
+from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of, words_times_two
 from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
@@ -43,6 +44,7 @@ from replayssm.ops.triton_common import (
     hear_head,
     largest_of_head,
     move_if_last,
+    tell_head,
 )
 
 _LANES = tl.constexpr(8)  # that share a row of the state
@@ -76,6 +78,7 @@ def few_kernel(
     COLUMNS: tl.constexpr,  # of the state that are read at a time
     KEY_COLUMNS: tl.constexpr,  # and of keys
     FOLDED: tl.constexpr,  # columns of a state that are folded at a time: BK, or a part of K
+    PAIRED: tl.constexpr,  # k, q and the ring's keys are BF16, and two of them can be read at once
 ):
     """Grid (tiles of V, HV, B).
 
@@ -94,7 +97,7 @@ def few_kernel(
     nothing = (read.data.to(tl.int64) | cursors.arrivals.to(tl.int64)) >> 62
     token = _load_token(
         vectors, row, head, tile, nothing,
-        STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+        STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
     )  # fmt: skip
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
     value = tile * BV + tl.arange(0, BV)
@@ -105,18 +108,66 @@ def few_kernel(
     pos = tl.load(cursors.pos + slot)
     count = pos.to(tl.int32)
     held = _load_held(
-        read, ring, slot, head, tile, HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+        read,
+        ring,
+        slot,
+        head,
+        tile,
+        HK,
+        HV,
+        K,
+        V,
+        L,
+        READ,
+        BV,
+        BK,
+        BL,
+        COLUMNS,
+        KEY_COLUMNS,
+        PAIRED,
     )
     at = (out, row, slot, head, tile, count)
     tl.debug_barrier()  # all is asked for
     if not COMMITS:
         _reply(
-            at, token, held, vectors, ring, HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+            at,
+            token,
+            held,
+            vectors,
+            ring,
+            HK,
+            HV,
+            K,
+            V,
+            L,
+            READ,
+            BV,
+            BK,
+            BL,
+            COLUMNS,
+            KEY_COLUMNS,
+            PAIRED,
         )
     elif count != L - 1:  # and so every thread has the cursor before anyone counts
         before = count_arrival(cursors, slot, True, THREADS)
         _reply(
-            at, token, held, vectors, ring, HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+            at,
+            token,
+            held,
+            vectors,
+            ring,
+            HK,
+            HV,
+            K,
+            V,
+            L,
+            READ,
+            BV,
+            BK,
+            BL,
+            COLUMNS,
+            KEY_COLUMNS,
+            PAIRED,
         )
         move_if_last(cursors, slot, before, TILES * HV, pos + 1, None, THREADS)
     else:
@@ -126,33 +177,77 @@ def few_kernel(
         in_rows = None if V % BV == 0 else value < V
         state_row = head * V + value
         folded = load_parts(checkpoint, slot, state_row, in_rows, V, K, FOLDED, CHECKPOINT)
-        records = _load_records(ring, slot, head, tile, HV, V, L, BV)
+        records = load_records(ring, slot, head, tile, HV, V, L, BV)
         said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
         tl.debug_barrier()
         # Once more, from the cache: what both ways use would be unpacked before they part, and so
         # every program would wait for it before it counts.
         token = _load_token(
             vectors, row, head, tile, 0,
-            STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS,
+            STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
         )  # fmt: skip
         held = _load_held(
-            read, ring, slot, head, tile, HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+            read,
+            ring,
+            slot,
+            head,
+            tile,
+            HK,
+            HV,
+            K,
+            V,
+            L,
+            READ,
+            BV,
+            BK,
+            BL,
+            COLUMNS,
+            KEY_COLUMNS,
+            PAIRED,
         )
         u = _reply(
-            at, token, held, vectors, ring, HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+            at,
+            token,
+            held,
+            vectors,
+            ring,
+            HK,
+            HV,
+            K,
+            V,
+            L,
+            READ,
+            BV,
+            BK,
+            BL,
+            COLUMNS,
+            KEY_COLUMNS,
+            PAIRED,
         )
-        s = _fold(
-            folded, records, token, u, vectors, ring, slot, head, HK, HV, K, L, CHECKPOINT, FOLDED
-        )
-        amax = None
-        if SHARED:
-            pattern = tl.max(magnitude_bits(s))
-            amax = largest_of_head(cursors, slot, head, tile, TILES, pattern, said, THREADS)
-        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
-        write_state(
-            s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
-            V, K, BV, BK, CHECKPOINT, READ_COPY, amax,
+        k_at, _, _, v, g, beta = token
+        keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+        parts = fold_in_order(
+            folded, records, keys, ring, (g, beta, v, u), k_at, vectors.k,
+            K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
+        HELD: tl.constexpr = is_exact(CHECKPOINT)
+        s = side_by_side(parts)
+        pattern, amax = tl.max(magnitude_bits(s)), None
+        if SHARED:
+            tell_head(cursors, slot, head, tile, TILES, pattern)
+        if HELD:
+            store_parts(
+                parts, pattern, checkpoint, cursors, slot, state_row, in_rows,
+                V, K, BV, CHECKPOINT,
+            )  # fmt: skip
+        if SHARED:
+            amax = largest_of_head(cursors, slot, head, TILES, said, THREADS)
+        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
+        if not HELD or READ_COPY is not None:
+            write_state(
+                s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
+                V, K, BV, BK, CHECKPOINT, READ_COPY, amax, None, HELD,
+            )  # fmt: skip
         if SHARED:
             forget_heads(cursors, slot, before, TILES * HV)
         move_if_last(cursors, slot, before, TILES * HV, pos * 0, flushes + 1, THREADS)
@@ -163,21 +258,27 @@ def _load_token(
     vectors, row, head, tile, nothing, STRIDES: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A token as it lies: where k is, k and q as the ring's keys meet them and as the state does,
     v, g, beta."""
     key_head = head // (HV // HK)
     q_at = vectors.q + row * STRIDES[0] + key_head * K
     k_at = vectors.k + row * STRIDES[1] + key_head * K
-    of_keys = load_for_keys(k_at, q_at, K, None, BL, KEY_COLUMNS)
+    same = tl.zeros([BL], tl.int32)  # all records meet the same row
+    of_keys = ()
+    for start in tl.static_range(0, K, KEY_COLUMNS):
+        k = load_part_of_rows(k_at, same, same == 0, start, KEY_COLUMNS, K, PAIRED)
+        q = load_part_of_rows(q_at, same, same == 0, start, KEY_COLUMNS, K, PAIRED)
+        of_keys = of_keys + ((k, q),)
+    of_state = ()
     if reads_words(READ, K):
-        of_state = (
-            load_eighths_together(k_at, K, BK // 8),
-            load_eighths_together(q_at, K, BK // 8),
-        )
+        of_state = (load_for_words(k_at, K, BK, PAIRED), load_for_words(q_at, K, BK, PAIRED))
     else:
-        of_state = load_for_state(k_at, q_at, of_keys, K, READ, None, BK, COLUMNS)
+        for start in tl.static_range(0, K, COLUMNS):
+            k = load_part(k_at, start, COLUMNS, K, PAIRED)
+            q = load_part(q_at, start, COLUMNS, K, PAIRED)
+            of_state = of_state + ((k, q),)
     value = tile * BV + tl.arange(0, BV)
     v = tl.load(vectors.v + row * STRIDES[2] + head * V + value, mask=value < V, other=0.0)
     g = tl.load(vectors.g + row * STRIDES[3] + head)
@@ -190,14 +291,17 @@ def _load_held(
     read, ring, slot, head, tile,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What a slot holds for an answer, as it lies: keys of all L records in parts [BL, columns],
     their u [BV, BL] and g [BL], and the state, words of codes or parts."""
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     first = (slot * HV + head) * L  # this head's oldest record
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-    old_keys = load_old(keys, record, record < L, K, KEY_COLUMNS)
+    old_keys = ()
+    for start in tl.static_range(0, K, KEY_COLUMNS):
+        part = load_part_of_rows(keys, record, record < L, start, KEY_COLUMNS, K, PAIRED)
+        old_keys = old_keys + (part,)
     u_past = _load_updates(ring.u + first * V, tile, V, L, BV, BL)
     g_past = tl.load(ring.g + first + record, mask=record < L, other=0.0)
     in_rows = None if V % BV == 0 else value < V
@@ -238,7 +342,7 @@ def _reply(
     at, token, held, vectors, ring,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Outputs of V rows, and their share of the record, computed and stored. Returns u [BV]."""
     out, row, slot, head, tile, count = at
@@ -249,7 +353,7 @@ def _reply(
     u = tl.full([BV], float("nan"), tl.float32)
     if count < L:
         u, answer = _answer(
-            token, held, count, vectors, ring, K, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS
+            token, held, count, vectors, ring, K, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED
         )
         here = (slot * HV + head) * L + count
         lane = tl.arange(0, _LANES)[:, None]
@@ -276,7 +380,7 @@ def _reply(
 def _answer(
     token, held, count, vectors, ring,
     K: tl.constexpr, READ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """u and the outputs of V rows, [BV] FP32 each.
 
@@ -285,14 +389,15 @@ def _answer(
     _, of_keys, of_state, v, g, beta = token
     old_keys, u_past, g_past, state = held
     record = tl.arange(0, BL)
-    with_k, with_q = (
-        tl.zeros([BL, KEY_COLUMNS], tl.float32),
-        tl.zeros([BL, KEY_COLUMNS], tl.float32),
-    )
+    EACH: tl.constexpr = KEY_COLUMNS // 2 if PAIRED else KEY_COLUMNS
+    with_k, with_q = tl.zeros([BL, EACH], tl.float32), tl.zeros([BL, EACH], tl.float32)
     for part in tl.static_range(len(old_keys)):
-        old = old_keys[part].to(tl.float32)
-        with_k += old * as_held(of_keys[part][0], vectors.k, ring.k)
-        with_q += old * of_keys[part][1].to(tl.float32)
+        old = widen(old_keys[part], ring.k, ring.k)
+        k = widen(of_keys[part][0], vectors.k, ring.k)
+        q = widen(of_keys[part][1], vectors.q, vectors.q)
+        for i in tl.static_range(len(old)):
+            with_k += old[i] * k[i]
+            with_q += old[i] * q[i]
     weights = tl.sum(tl.join(with_k, with_q), 1)  # [BL, 2]
     counted = tl.where(record < count, g_past, 0.0)
     later = record[None, :] > record[:, None]
@@ -304,25 +409,25 @@ def _answer(
 
     now = decay(tl.sum(counted, 0) + g, 0.0)
     if reads_words(READ, K):
-        k_parts = held_parts(of_state[0], vectors.k, ring.k)
-        scale = decode_block_scale(state[1], READ)
-        k_q = k_parts[0] * of_state[1][0]
+        k, q = eighths(of_state[0], vectors.k, ring.k), eighths(of_state[1], vectors.q, vectors.q)
+        k_q = k[0] * q[0]
         for i in tl.static_range(1, 8):
-            k_q += k_parts[i] * of_state[1][i]
-        both = tl.join(
-            word_products(state[0], scale, k_parts), word_products(state[0], scale, of_state[1])
-        )
+            k_q += k[i] * q[i]
+        both = words_times_two(state, k, q, READ)
         factor = factor_of(state, READ)
     else:
         PARTS: tl.constexpr = len(state)
-        with_k, with_q = tl.zeros([BV, COLUMNS], tl.float32), tl.zeros([BV, COLUMNS], tl.float32)
-        k_q = tl.zeros([COLUMNS], tl.float32)
+        SIZE: tl.constexpr = COLUMNS // 2 if PAIRED else COLUMNS
+        with_k, with_q = tl.zeros([BV, SIZE], tl.float32), tl.zeros([BV, SIZE], tl.float32)
+        k_q = tl.zeros([SIZE], tl.float32)
         for part in tl.static_range(PARTS):
-            s = unscaled_of(state[part], K // PARTS, COLUMNS, READ)
-            k, q = as_held(of_state[part][0], vectors.k, ring.k), of_state[part][1].to(tl.float32)
-            with_k += s * k[None, :]
-            with_q += s * q[None, :]
-            k_q += k * q
+            s = in_columns(unscaled_of(state[part], K // PARTS, COLUMNS, READ), PAIRED)
+            k = widen(of_state[part][0], vectors.k, ring.k)
+            q = widen(of_state[part][1], vectors.q, vectors.q)
+            for i in tl.static_range(len(s)):
+                with_k += s[i] * k[i][None, :]
+                with_q += s[i] * q[i][None, :]
+                k_q += k[i] * q[i]
         both = tl.join(with_k, with_q)
         factor = factor_of(state[0], READ)
     both *= (factor * now)[:, None, None]  # [BV, columns that are left, 2]
@@ -336,144 +441,3 @@ def _answer(
     v = v.to(tl.float32) if ring.v is None else as_held(v, vectors.v, ring.v)
     u = beta * (v - predicted)
     return u, answer + u * tl.sum(k_q, 0)
-
-
-@triton.jit
-def _load_records(
-    ring, slot, head, tile,
-    HV: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """What a fold needs of all records but the newest and their keys: log decays, write strengths,
-    and v, or, where u is not solved for, log decays and u."""
-    value = tile * BV + tl.arange(0, BV)
-    first, in_v = (slot * HV + head) * L, value < V
-    gates, betas, values = (), (), ()
-    for j in tl.static_range(L - 1):
-        at = first + j
-        gates = gates + (tl.load(ring.g + at),)
-        if ring.v is None:
-            values = values + (tl.load(ring.u + at * V + value, mask=in_v, other=0.0),)
-        else:
-            betas = betas + (tl.load(ring.beta + at),)
-            v = tl.load(ring.v + at * V + value, mask=in_v, other=0.0)
-            values = values + (v.to(tl.float32),)
-    return gates, betas, values
-
-
-@triton.jit
-def _load_key(
-    keys, k_at, source, ring_k, j: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The key of record j in parts [COLUMNS] FP32; the newest is at `k_at`."""
-    parts = ()
-    for part in tl.static_range(PARTS):
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        if j < L - 1:
-            x = tl.load(keys + j * K + column, mask=column < K, other=0.0).to(tl.float32)
-        else:
-            x = as_held(tl.load(k_at + column, mask=column < K, other=0.0), source, ring_k)
-        parts = parts + (x,)
-    return parts
-
-
-@triton.jit
-def _fold(
-    loaded, records, token, u, vectors, ring, slot, head,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    CHECKPOINT: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A full ring folded into rows of a state, FP32 [BV, columns], on CUDA cores: that takes less
-    time than to prepare products of matrices.
-
-    `records` are of `_load_records`; the newest is the token's, with its u. Where u is solved for,
-    two records at a time: the state meets both keys before either is folded, and what the second
-    misses of the first is the product of their keys.
-    """
-    k_at, _, _, v, g, beta = token
-    keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-    PARTS: tl.constexpr = len(loaded)
-    gates, betas, values = records
-    newest = u if ring.v is None else as_held(v, vectors.v, ring.v)
-    gates, betas, values = gates + (g,), betas + (beta,), values + (newest,)
-    parts = ()
-    for part in tl.static_range(PARTS):
-        parts = parts + (values_of(loaded[part], K // PARTS, COLUMNS, CHECKPOINT),)
-    if ring.v is None:
-        since = gates[0] * 0.0
-        weights = ()
-        for j in tl.static_range(L):
-            weights = (decay(since, 0.0),) + weights
-            since += gates[L - 1 - j]
-        parts = _times(parts, decay(since, 0.0))
-        for j in tl.static_range(L):
-            k = _load_key(keys, k_at, vectors.k, ring.k, j, K, L, COLUMNS, PARTS)
-            parts = _plus_outer(parts, values[j] * weights[j], k)
-    else:
-        for j in tl.static_range(0, L, 2):
-            k = _load_key(keys, k_at, vectors.k, ring.k, j, K, L, COLUMNS, PARTS)
-            factor = decay(gates[j], 0.0)
-            predicted = _parts_times(parts, k) * factor
-            u = betas[j] * (values[j] - predicted)
-            if j + 1 < L:
-                next_k = _load_key(keys, k_at, vectors.k, ring.k, j + 1, K, L, COLUMNS, PARTS)
-                next_factor = decay(gates[j + 1], 0.0)
-                k_k = k[0] * next_k[0]
-                for part in tl.static_range(1, PARTS):
-                    k_k += k[part] * next_k[part]
-                predicted = _parts_times(parts, next_k) * factor + u * tl.sum(k_k, 0)
-                next_u = betas[j + 1] * (values[j + 1] - predicted * next_factor)
-                parts = _plus_outer(_times(parts, factor * next_factor), u * next_factor, k)
-                parts = _plus_outer(parts, next_u, next_k)
-            else:
-                parts = _plus_outer(_times(parts, factor), u, k)
-    return _side_by_side(parts)
-
-
-@triton.jit
-def _parts_times(parts, k):
-    """Products [BV] with a key."""
-    total = parts[0] * k[0][None, :]
-    for part in tl.static_range(1, len(parts)):
-        total = tl.fma(parts[part], tl.broadcast_to(k[part][None, :], total.shape), total)
-    return tl.sum(total, 1)
-
-
-@triton.jit
-def _times(parts, factor):
-    scaled = ()
-    for part in tl.static_range(len(parts)):
-        scaled = scaled + (parts[part] * factor,)
-    return scaled
-
-
-@triton.jit
-def _plus_outer(parts, u, k):
-    u = tl.broadcast_to(u[:, None], parts[0].shape)
-    after = ()
-    for part in tl.static_range(len(parts)):
-        x = tl.broadcast_to(k[part][None, :], parts[part].shape)
-        after = after + (tl.fma(u, x, parts[part]),)
-    return after
-
-
-@triton.jit
-def _side_by_side(parts):
-    """One tile of all columns of 1, 2, 4 or 8 parts."""
-    if len(parts) == 1:
-        return parts[0]
-    elif len(parts) == 2:
-        return _beside(parts[0], parts[1])
-    elif len(parts) == 4:
-        return _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3]))
-    else:
-        tl.static_assert(len(parts) == 8)
-        return _beside(
-            _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3])),
-            _beside(_beside(parts[4], parts[5]), _beside(parts[6], parts[7])),
-        )
-
-
-@triton.jit
-def _beside(a, b):
-    return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])

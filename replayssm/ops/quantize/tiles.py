@@ -277,13 +277,7 @@ def row_factor(stored, slot, row, in_rows, ROWS: tl.constexpr, STORAGE: tl.const
 
 @triton.jit
 def _words_times_vector(words, scale, parts):
-    """[R] products of E2M1 words with block scales: `word_products`, summed."""
-    return tl.sum(word_products(words, scale, parts), 1)
-
-
-@triton.jit
-def word_products(words, scale, parts):
-    """Products [R, BLOCKS] of E2M1 words [R, WORDS], eight codes each, scaled by [R, BLOCKS].
+    """[R] products of E2M1 words [R, WORDS], eight codes each, with block scales [R, BLOCKS].
 
     `parts` are the eight vectors [WORDS] that the codes of each place in a word meet. Codes are
     used as FP32 patterns of 2^-126 times their value, and a block's products are summed before its
@@ -297,7 +291,25 @@ def word_products(words, scale, parts):
     for i in tl.static_range(1, 8):
         total = tl.fma(e2m1_scaled(words, i), (parts[i] * 2.0**63)[None, :], total)
     total = tl.sum(tl.reshape(total, [R, BLOCKS, WORDS // BLOCKS]), 2)
-    return total * 2.0**63 * scale
+    return tl.sum(total * 2.0**63 * scale, 1)
+
+
+@triton.jit
+def words_times_two(loaded, k, q, STORAGE: tl.constexpr):
+    """Products [R, BLOCKS, 2] of the blocks of `load_codes`'s words with two vectors, each in the
+    parts of `load_eighths`; rows are still to be multiplied by `factor_of`. As
+    `_words_times_vector`, but the codes are scaled, once for both."""
+    words, scale = loaded[0], decode_block_scale(loaded[1], STORAGE)
+    R: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    BLOCKS: tl.constexpr = scale.shape[1]
+    with_k, with_q = tl.zeros(words.shape, tl.float32), tl.zeros(words.shape, tl.float32)
+    for i in tl.static_range(8):
+        x = e2m1_scaled(words, i) * 2.0**63
+        with_k = tl.fma(x, tl.broadcast_to(k[i][None, :], x.shape), with_k)
+        with_q = tl.fma(x, tl.broadcast_to(q[i][None, :], x.shape), with_q)
+    both = tl.reshape(tl.join(with_k, with_q), [R, BLOCKS, WORDS // BLOCKS, 2])
+    return tl.sum(both, 2) * (scale * 2.0**63)[:, :, None]
 
 
 @triton.jit
@@ -315,23 +327,6 @@ def load_eighths(base, COLS: tl.constexpr, WORDS: tl.constexpr):
         tl.load(at + 6, mask=mask, other=0).to(tl.float32),
         tl.load(at + 7, mask=mask, other=0).to(tl.float32),
     )
-
-
-@triton.jit
-def load_eighths_together(base, COLS: tl.constexpr, WORDS: tl.constexpr):
-    """`load_eighths` in a quarter of the loads, for so few WORDS that every lane comes to hold what
-    it meets."""
-    return _load_four(base, COLS, WORDS) + _load_four(base + 4, COLS, WORDS)
-
-
-@triton.jit
-def _load_four(base, COLS: tl.constexpr, WORDS: tl.constexpr):
-    word = tl.arange(0, WORDS)[:, None] * 8
-    x = tl.load(base + word + tl.arange(0, 4)[None, :], mask=word < COLS, other=0)
-    even, odd = tl.split(tl.reshape(x.to(tl.float32), [WORDS, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
 
 
 @triton.jit

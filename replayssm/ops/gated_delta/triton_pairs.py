@@ -1,0 +1,111 @@
+"""k, q and keys as few rows read them: BF16 in pairs, anything else as it lies.
+
+Owns loads of vectors that wait in registers as they came, and what makes FP32 of them. Compilers
+take a pair of BF16 numbers apart in three instructions, of which two suffice; where time is
+latency, that is a tenth of an answer. Pairs stay apart: what they meet is split into even and odd
+columns too. Knows no record and no state. Legend: triton_tiles.py; PAIRED: whether all are BF16 and
+lie where pairs can be read.
+"""
+
+import triton
+import triton.language as tl
+
+from replayssm.ops.gated_delta.triton_tiles import as_held
+from replayssm.ops.quantize.tiles import load_eighths
+
+
+@triton.jit
+def load_part(
+    base, START: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Elements from START of a vector at `base`, [COUNT] or pairs [COUNT / 2]; 0 past K."""
+    if PAIRED:
+        pair = START // 2 + tl.arange(0, COUNT // 2)
+        return tl.load(base.to(tl.pointer_type(tl.int32)) + pair, mask=pair < K // 2, other=0)
+    else:
+        column = START + tl.arange(0, COUNT)
+        return tl.load(base + column, mask=column < K, other=0.0)
+
+
+@triton.jit
+def load_part_of_rows(
+    base, row, in_rows,
+    START: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """`load_part` of rows [R] of K elements: [R, COUNT] or [R, COUNT / 2]."""
+    if PAIRED:
+        pair = START // 2 + tl.arange(0, COUNT // 2)
+        at = base.to(tl.pointer_type(tl.int32)) + row[:, None] * (K // 2) + pair[None, :]
+        return tl.load(at, mask=in_rows[:, None] & (pair < K // 2)[None, :], other=0)
+    else:
+        column = START + tl.arange(0, COUNT)
+        at = base + row[:, None] * K + column[None, :]
+        return tl.load(at, mask=in_rows[:, None] & (column < K)[None, :], other=0.0)
+
+
+@triton.jit
+def widen(x, source, ring):
+    """FP32 values of what a load here returned, those that `ring` will hold of it: a tuple of one,
+    or of even and odd columns."""
+    if x.dtype == tl.int32:
+        return _low(x), _high(x)
+    else:
+        return (as_held(x, source, ring),)
+
+
+@triton.jit
+def in_columns(x, PAIRED: tl.constexpr):
+    """A tile [R, C] as it meets what `widen` returns."""
+    if PAIRED:
+        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    else:
+        return (x,)
+
+
+@triton.jit
+def all_columns(x):
+    """The tile of `in_columns`."""
+    if len(x) == 2:
+        return tl.reshape(tl.join(x[0], x[1]), [x[0].shape[0], 2 * x[0].shape[1]])
+    else:
+        return x[0]
+
+
+@triton.jit
+def load_for_words(base, K: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr):
+    """A vector as words of eight codes meet it: two tensors of pairs [BK / 8, 2], or
+    `load_eighths`."""
+    if PAIRED:
+        word = tl.arange(0, BK // 8)[:, None] * 4 + tl.arange(0, 2)[None, :]
+        at, mask = base.to(tl.pointer_type(tl.int32)) + word, word < K // 2
+        return tl.load(at, mask=mask, other=0), tl.load(at + 2, mask=mask, other=0)
+    else:
+        return load_eighths(base, K, BK // 8)
+
+
+@triton.jit
+def eighths(x, source, ring):
+    """The eight vectors of `load_eighths`, FP32, of what `load_for_words` returned: those that
+    `ring` will hold of it."""
+    if len(x) == 2:
+        first, second = tl.split(x[0])
+        third, fourth = tl.split(x[1])
+        return (
+            _low(first), _high(first), _low(second), _high(second),
+            _low(third), _high(third), _low(fourth), _high(fourth),
+        )  # fmt: skip
+    else:
+        held = ()
+        for i in tl.static_range(8):
+            held = held + (as_held(x[i], source, ring),)
+        return held
+
+
+@triton.jit
+def _low(pair):
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pair):
+    return (pair & -0x10000).to(tl.float32, bitcast=True)
