@@ -185,6 +185,19 @@ def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
 
 
 @triton.jit
+def no_offset(first, second):
+    """0, which only these two pointers tell: no address has these bits.
+
+    Arguments lie in constant memory, which comes by the line, and a warp waits for each. An address
+    that has this 0 in it asks for the lines of both arguments. So a kernel for few rows asks for
+    the slot; then comes a branch that it never takes, without which compilers ask for all arguments
+    first, on the slot's address, which so is there; then the token, with this 0 in the address of
+    its last load. The lines come while the slot does.
+    """
+    return (first.to(tl.int64) | second.to(tl.int64)) >> 62
+
+
+@triton.jit
 def count_arrival(cursors, slot, counts, THREADS: tl.constexpr):
     """Counts a program of a row, where `counts`: it needs the row's cursor no more.
 

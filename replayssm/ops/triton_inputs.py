@@ -7,14 +7,18 @@ time, and a warp waits for each: with few rows, for as long as for a trip to the
 takes first what it needs before its first loads, in 112 bytes if they will do (16 more are the
 compiler's), and nothing that it does not need: an integer that is 1 is compiled in. One row keeps
 its stride all the same: of a multiple of 16 the compiler knows that vectors of 16 bytes begin
-there.
+there. Kernels for few rows have all strides compiled in (`compiled_in`), which are a model's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
+import triton.language as tl
 from torch import Tensor
+
+Argument = TypeVar("Argument", bound=NamedTuple)
 
 
 def dense_heads(tensor: Tensor) -> Tensor:
@@ -27,3 +31,13 @@ def strides(tensors: Sequence[Tensor]) -> list[int]:
     where there is one token, and nobody asks."""
     tokens = [tensor.stride(1) if tensor.shape[1] > 1 else 1 for tensor in tensors]
     return [tensor.stride(0) for tensor in tensors] + tokens
+
+
+def compiled_in(argument: Argument) -> Argument:
+    """A kernel argument whose integers are constants: a kernel is compiled for them."""
+    integers = {
+        name: tl.constexpr(value)
+        for name, value in argument._asdict().items()
+        if isinstance(value, int)
+    }
+    return argument._replace(**integers)

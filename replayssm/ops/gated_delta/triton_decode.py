@@ -43,7 +43,7 @@ from replayssm.ops.gated_delta.triton_launch import (
 )
 from replayssm.ops.gated_delta.triton_step import no_token, step_due_kernel
 from replayssm.ops.gated_delta.triton_token import one_token
-from replayssm.ops.quantize.layout import Stored, stored
+from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
     COUNTERS,
     Cursors,
@@ -52,6 +52,7 @@ from replayssm.ops.triton_common import (
     precision_of,
     resident_programs,
 )
+from replayssm.ops.triton_inputs import compiled_in
 from replayssm.ops.triton_policy import check_copies, scales_heads
 from replayssm.policy import PrecisionPolicy
 
@@ -205,7 +206,7 @@ def step(
             f"single: {len(cursors.slots)} rows of {constants['HV']} heads are too many for one "
             "kernel unless `launch` says how"
         )
-    both = stored(checkpoint), None if read_copy is None else stored(read_copy)
+    both = (checkpoint, read_copy)
     return _few(read, records, policy, cursors, inputs, launch, constants, copies=both, layer=layer)
 
 
@@ -218,7 +219,7 @@ def _few(
     launch: Launch,
     constants: Mapping[str, int],
     *,
-    copies: tuple[Stored | None, Stored | None] = (None, None),
+    copies: tuple[Quantized | None, Quantized | None] = (None, None),
     layer: int = 0,
 ) -> Tensor:
     """`decode`, or, given both copies, `step` in one kernel."""
@@ -233,18 +234,17 @@ def _few(
         )
     written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
     columns = line_columns(8 * ring.k.element_size())
-    tokens = token_argument(inputs)
+    tokens = compiled_in(token_argument(inputs))
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     few_kernel[(tiles, constants["HV"], len(cursors.slots))](
         cursors.slots,
-        GatedDeltaInputs(*tokens[:5]),
-        stored(read),
+        tokens,
+        compiled_in(stored(read)),
         ring,
         out,
         cursors,
-        *copies,
+        *(None if copy is None else compiled_in(stored(copy)) for copy in copies),
         layer,
-        STRIDES=tokens[5:10],
         **constants,
         READ=policy.read_storage,
         CHECKPOINT=written[0],

@@ -9,7 +9,7 @@ like to compute between loads, and then to wait for some before they ask for oth
 loads in front of it, and a branch that depends on the cursor keeps arithmetic behind it.
 
 Warps that meet wait for the slowest. So every row of the state belongs to one warp, of which eight
-lanes share it, and what a program knows of its records goes through shared memory once; vectors
+lanes share it, and what a program knows of its records goes through shared memory once; tokens
 come from memory in the layout that needs them, which the compiler sees to where they have no more
 elements than the program has threads. Legend: triton_tiles.py.
 """
@@ -44,6 +44,7 @@ from replayssm.ops.triton_common import (
     hear_head,
     largest_of_head,
     move_if_last,
+    no_offset,
     tell_head,
 )
 
@@ -53,7 +54,7 @@ _LANES = tl.constexpr(8)  # that share a row of the state
 @triton.jit(do_not_specialize=["layer"])
 def few_kernel(
     slots,  # [B], of `cursors`: what is loaded first
-    vectors,  # Vectors of the token
+    tokens,  # Tokens
     read,  # Stored
     ring,  # Ring
     out,  # [B, HV, V] FP32
@@ -61,7 +62,6 @@ def few_kernel(
     checkpoint,  # Stored; None: the caller commits and flushes
     read_copy,  # Stored, or None
     layer,
-    STRIDES: tl.constexpr,  # elements from one row of each vector to the next: a model's own
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -88,16 +88,14 @@ def few_kernel(
     COMMITS: tl.constexpr = CHECKPOINT is not None
     TILES: tl.constexpr = (V + BV - 1) // BV  # the grid's size costs a trip to memory
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    # Arguments lie in constant memory, which comes by the line. The branch, which no program takes,
-    # keeps it from being asked for ahead of the slot, and the address of the last load of the
-    # token, of which these bits are 0, from being asked for when the slot has come.
-    if head >= HV:
+    slot_at = slots + row
+    slot = tl.load(slot_at).to(tl.int64)
+    if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
         return
-    nothing = (read.data.to(tl.int64) | cursors.arrivals.to(tl.int64)) >> 62
+    nothing = no_offset(read.data, cursors.arrivals)
     token = _load_token(
-        vectors, row, head, tile, nothing,
-        STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+        tokens, row, head, tile, nothing,
+        HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
     )  # fmt: skip
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
     value = tile * BV + tl.arange(0, BV)
@@ -133,7 +131,7 @@ def few_kernel(
             at,
             token,
             held,
-            vectors,
+            tokens,
             ring,
             HK,
             HV,
@@ -154,7 +152,7 @@ def few_kernel(
             at,
             token,
             held,
-            vectors,
+            tokens,
             ring,
             HK,
             HV,
@@ -183,8 +181,8 @@ def few_kernel(
         # Once more, from the cache: what both ways use would be unpacked before they part, and so
         # every program would wait for it before it counts.
         token = _load_token(
-            vectors, row, head, tile, 0,
-            STRIDES, HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+            tokens, row, head, tile, 0,
+            HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
         )  # fmt: skip
         held = _load_held(
             read,
@@ -209,7 +207,7 @@ def few_kernel(
             at,
             token,
             held,
-            vectors,
+            tokens,
             ring,
             HK,
             HV,
@@ -227,7 +225,7 @@ def few_kernel(
         k_at, _, _, v, g, beta = token
         keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
         parts = fold_in_order(
-            folded, records, keys, ring, (g, beta, v, u), k_at, vectors.k,
+            folded, records, keys, ring, (g, beta, v, u), k_at, tokens.k,
             K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
         HELD: tl.constexpr = is_exact(CHECKPOINT)
@@ -255,7 +253,7 @@ def few_kernel(
 
 @triton.jit
 def _load_token(
-    vectors, row, head, tile, nothing, STRIDES: tl.constexpr,
+    tokens, row, head, tile, nothing,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
     COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
@@ -263,8 +261,8 @@ def _load_token(
     """A token as it lies: where k is, k and q as the ring's keys meet them and as the state does,
     v, g, beta."""
     key_head = head // (HV // HK)
-    q_at = vectors.q + row * STRIDES[0] + key_head * K
-    k_at = vectors.k + row * STRIDES[1] + key_head * K
+    q_at = tokens.q + row * tokens.q_row + key_head * K
+    k_at = tokens.k + row * tokens.k_row + key_head * K
     same = tl.zeros([BL], tl.int32)  # all records meet the same row
     of_keys = ()
     for start in tl.static_range(0, K, KEY_COLUMNS):
@@ -280,9 +278,9 @@ def _load_token(
             q = load_part(q_at, start, COLUMNS, K, PAIRED)
             of_state = of_state + ((k, q),)
     value = tile * BV + tl.arange(0, BV)
-    v = tl.load(vectors.v + row * STRIDES[2] + head * V + value, mask=value < V, other=0.0)
-    g = tl.load(vectors.g + row * STRIDES[3] + head)
-    beta = tl.load(vectors.beta + row * STRIDES[4] + head + nothing)
+    v = tl.load(tokens.v + row * tokens.v_row + head * V + value, mask=value < V, other=0.0)
+    g = tl.load(tokens.g + row * tokens.g_row + head)
+    beta = tl.load(tokens.beta + row * tokens.beta_row + head + nothing)
     return k_at, of_keys, of_state, v, g, beta
 
 
@@ -339,7 +337,7 @@ def _lone(tile, BV: tl.constexpr):
 
 @triton.jit
 def _reply(
-    at, token, held, vectors, ring,
+    at, token, held, tokens, ring,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
     COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
@@ -353,7 +351,7 @@ def _reply(
     u = tl.full([BV], float("nan"), tl.float32)
     if count < L:
         u, answer = _answer(
-            token, held, count, vectors, ring, K, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED
+            token, held, count, tokens, ring, K, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED
         )
         here = (slot * HV + head) * L + count
         lane = tl.arange(0, _LANES)[:, None]
@@ -361,7 +359,7 @@ def _reply(
         both = tl.where(lane == 0, answer[None, :], u[None, :])
         tl.store(to, both, mask=(lane < 2) & in_v[None, :])
         if ring.v is not None:
-            v_held = as_held(v, vectors.v, ring.v).to(ring.v.dtype.element_ty)
+            v_held = as_held(v, tokens.v, ring.v).to(ring.v.dtype.element_ty)
             tl.store(ring.v + here * V + value, v_held, mask=in_v)
         if tile == 0:
             tl.store(ring.g + here, g)
@@ -378,7 +376,7 @@ def _reply(
 
 @triton.jit
 def _answer(
-    token, held, count, vectors, ring,
+    token, held, count, tokens, ring,
     K: tl.constexpr, READ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
     COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
@@ -393,8 +391,8 @@ def _answer(
     with_k, with_q = tl.zeros([BL, EACH], tl.float32), tl.zeros([BL, EACH], tl.float32)
     for part in tl.static_range(len(old_keys)):
         old = widen(old_keys[part], ring.k, ring.k)
-        k = widen(of_keys[part][0], vectors.k, ring.k)
-        q = widen(of_keys[part][1], vectors.q, vectors.q)
+        k = widen(of_keys[part][0], tokens.k, ring.k)
+        q = widen(of_keys[part][1], tokens.q, tokens.q)
         for i in tl.static_range(len(old)):
             with_k += old[i] * k[i]
             with_q += old[i] * q[i]
@@ -409,7 +407,7 @@ def _answer(
 
     now = decay(tl.sum(counted, 0) + g, 0.0)
     if reads_words(READ, K):
-        k, q = eighths(of_state[0], vectors.k, ring.k), eighths(of_state[1], vectors.q, vectors.q)
+        k, q = eighths(of_state[0], tokens.k, ring.k), eighths(of_state[1], tokens.q, tokens.q)
         k_q = k[0] * q[0]
         for i in tl.static_range(1, 8):
             k_q += k[i] * q[i]
@@ -422,8 +420,8 @@ def _answer(
         k_q = tl.zeros([SIZE], tl.float32)
         for part in tl.static_range(PARTS):
             s = in_columns(unscaled_of(state[part], K // PARTS, COLUMNS, READ), PAIRED)
-            k = widen(of_state[part][0], vectors.k, ring.k)
-            q = widen(of_state[part][1], vectors.q, vectors.q)
+            k = widen(of_state[part][0], tokens.k, ring.k)
+            q = widen(of_state[part][1], tokens.q, tokens.q)
             for i in tl.static_range(len(s)):
                 with_k += s[i] * k[i][None, :]
                 with_q += s[i] * q[i][None, :]
@@ -438,6 +436,6 @@ def _answer(
     else:
         both = tl.sum(both, 1) + tl.sum(past, 1)
     predicted, answer = tl.split(both)
-    v = v.to(tl.float32) if ring.v is None else as_held(v, vectors.v, ring.v)
+    v = v.to(tl.float32) if ring.v is None else as_held(v, tokens.v, ring.v)
     u = beta * (v - predicted)
     return u, answer + u * tl.sum(k_q, 0)

@@ -125,8 +125,10 @@ _FEWEST_PROGRAMS = 256
 # scales are tried, which would spill. More of smaller tiles would gain nothing.
 _IN_TURN = Launch(block_v=64, num_warps=4, num_stages=1, maxnreg=128)
 # With few rows `decode` and `step` wait for memory and for each other, not for issue slots: many
-# warps share a small tile. As many programs as an H200 holds at a time.
+# warps share a small tile. Larger tiles where an H200 would hold more than two small ones a
+# multiprocessor, and as many of those as it holds at a time.
 _FEW = Launch(block_v=16, num_warps=4, ahead=True)
+_FEW_SMALL = 264
 _FEW_PROGRAMS = 1024
 
 
@@ -134,8 +136,8 @@ def default_launch(
     kernel: str, policy: PrecisionPolicy, constants: Mapping[str, int], rows: int
 ) -> Launch:
     """Launch parameters of a kernel for a policy, a geometry and a number of rows."""
-    if kernel.startswith("decode") and programs_of(_FEW, constants, rows) <= _FEW_PROGRAMS:
-        return _FEW
+    if kernel.startswith("decode") and (few := _few(constants, rows)):
+        return few
     if kernel.startswith("flush") and scales_heads(policy):
         rows = min(_IN_TURN.block_v, power_of_two(constants["V"]))
         maxnreg = 168 if tries_two_scales(policy) else _IN_TURN.maxnreg
@@ -171,11 +173,18 @@ def single_launch(
 ) -> Launch | None:
     """How one kernel does all of a step, or None where there are so many rows that several do it
     faster."""
-    if programs_of(_FEW, constants, rows) > _FEW_PROGRAMS:
+    few = _few(constants, rows)
+    if few and interpreted() and scales_heads(policy):  # programs of a head wait for each other
+        return replace(few, block_v=power_of_two(constants["V"]))
+    return few
+
+
+def _few(constants: Mapping[str, int], rows: int) -> Launch | None:
+    """The launch of few rows; None: there are more."""
+    programs = programs_of(_FEW, constants, rows)
+    if programs > _FEW_PROGRAMS:
         return None
-    if interpreted() and scales_heads(policy):  # programs that share a head wait for each other
-        return replace(_FEW, block_v=power_of_two(constants["V"]))
-    return _FEW
+    return _FEW if programs <= _FEW_SMALL else replace(_FEW, block_v=2 * _FEW.block_v)
 
 
 def programs_of(launch: Launch, constants: Mapping[str, int], rows: int) -> int:

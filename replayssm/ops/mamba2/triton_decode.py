@@ -47,7 +47,9 @@ from replayssm.ops.triton_common import (
     list_due,
     load_ticket,
     move_if_last,
+    no_offset,
 )
+from replayssm.ops.triton_inputs import compiled_in
 from replayssm.ops.triton_policy import check_copies
 from replayssm.policy import PrecisionPolicy
 
@@ -68,10 +70,16 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
     row, part = tl.program_id(1), tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot_at = slots + row
+    slot = tl.load(slot_at).to(tl.int64)
+    nothing = 0
+    if EAGER:
+        if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
+            return
+        nothing = no_offset(ring.B, cursors.pos)
     PARTS: tl.constexpr = DOTS is not None
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, nothing, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -132,7 +140,7 @@ def decode_and_flush_tile(
 ):  # fmt: skip
     """Tile `part` of a row whose ring the token fills."""
     token = load_token(
-        tokens, A, ticket.row, part, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, ticket.row, part, 0, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     records = load_ring(
         ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
@@ -158,9 +166,13 @@ def step_kernel(
     """Grid (tiles of a row, B): outputs, records, flushes and cursors in one launch."""
     row, part = tl.program_id(1), tl.program_id(0)
     READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
-    slot = tl.load(slots + row).to(tl.int64)
+    slot_at = slots + row
+    slot = tl.load(slot_at).to(tl.int64)
+    if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
+        return
     token = load_token(
-        tokens, A, row, part, H, P, G, N, READ, False, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, no_offset(ring.B, cursors.arrivals),
+        H, P, G, N, READ, False, D_PER_CHANNEL, HEADS, BP, WIDTH,
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
@@ -299,12 +311,16 @@ def _decode(
     launch = launch or triton_launch.default_launch("decode", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     tiles = triton_launch.tiles(sizes, launch)
+    arguments = triton_launch.tokens(inputs), triton_launch.ring(ring), stored(read)
+    if launch.eager:
+        arguments = map(compiled_in, arguments)
+    tokens, records, state = arguments
     decode_kernel[(tiles, rows)](
         cursors.slots,
-        triton_launch.tokens(inputs),
+        tokens,
         inputs.A,
-        triton_launch.ring(ring),
-        stored(read),
+        records,
+        state,
         out,
         cursors,
         **sizes,
@@ -340,11 +356,11 @@ def _single(
     tiles = triton_launch.tiles(sizes, launch)
     step_kernel[(tiles, rows)](
         cursors.slots,
-        triton_launch.tokens(inputs),
+        compiled_in(triton_launch.tokens(inputs)),
         inputs.A,
-        triton_launch.ring(ring),
-        None if read_copy is None else stored(read_copy),
-        stored(checkpoint),
+        compiled_in(triton_launch.ring(ring)),
+        None if read_copy is None else compiled_in(stored(read_copy)),
+        compiled_in(stored(checkpoint)),
         out,
         cursors,
         layer,

@@ -48,6 +48,7 @@ from replayssm.ops.triton_common import prefix_sums
 @triton.jit
 def load_token(
     tokens, A, row, part,
+    nothing,                            # 0, in the address of the last load: see `no_offset`
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     READ: tl.constexpr,                 # storage that C meets, or None
     PARTS: tl.constexpr,                # whether in parts, see `decode_token`
@@ -73,7 +74,8 @@ def load_token(
     xs, Ds = (), ()
     for i in tl.static_range(piece_count(P, BP)):
         _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
-        x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
+        at = tokens.x + row * tokens.x_row + nothing
+        x = tl.load(at + head_of * P + p, mask=in_tile, other=0)
         D = x
         if tokens.D is not None:
             at = tokens.D + (head_of * P + p if D_PER_CHANNEL else head_of)
