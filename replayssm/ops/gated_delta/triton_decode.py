@@ -27,11 +27,8 @@ from replayssm.ops.gated_delta.triton_flush import commit_and_flush
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
     Ring,
-    Tokens,
     default_launch,
-    folded_columns,
     folding,
-    line_columns,
     power_of_two,
     programs_of,
     ring_argument,
@@ -53,7 +50,9 @@ from replayssm.ops.triton_common import (
     resident_programs,
 )
 from replayssm.ops.triton_inputs import compiled_in
+from replayssm.ops.triton_pairs import in_pairs
 from replayssm.ops.triton_policy import check_copies, scales_heads
+from replayssm.ops.triton_rows import folded_columns, line_columns
 from replayssm.policy import PrecisionPolicy
 
 
@@ -233,7 +232,7 @@ def _few(
             f"GPU less than {COUNTERS} tiles"
         )
     written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
-    columns = line_columns(8 * ring.k.element_size())
+    columns, width = line_columns(8 * ring.k.element_size()), state_width(policy, constants)
     tokens = compiled_in(token_argument(inputs))
     out = torch.empty(inputs.v.shape, dtype=torch.float32, device=inputs.v.device)
     few_kernel[(tiles, constants["HV"], len(cursors.slots))](
@@ -252,11 +251,11 @@ def _few(
         SHARED=shared,
         THREADS=32 * launch.num_warps,
         BV=launch.block_v,
-        BK=state_width(policy, constants),
+        BK=width,
         COLUMNS=state_columns(policy, constants),
         KEY_COLUMNS=min(columns, power_of_two(constants["K"])),
-        FOLDED=folded_columns(policy, constants),
-        PAIRED=_are_pairs(ring, tokens),
+        FOLDED=folded_columns(policy.checkpoint, constants["K"], width),
+        PAIRED=in_pairs((ring.k, tokens.k, tokens.q), constants["K"], tokens.k_row, tokens.q_row),
         **launch.options(*written),
     )
     return out
@@ -295,15 +294,6 @@ def _step_due(
 
 def _are_bf16(ring: Ring, inputs: GatedDeltaInputs) -> bool:
     return all(tensor.dtype == torch.bfloat16 for tensor in (ring.k, inputs.k, inputs.q))
-
-
-def _are_pairs(ring: Ring, tokens: Tokens) -> bool:
-    """Whether k, q and the ring's keys are BF16, and two at a time lie at multiples of 4 bytes."""
-    vectors = (ring.k, tokens.k, tokens.q)
-    strides = (ring.k.shape[-1], tokens.k_row, tokens.q_row)
-    return all(x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0 for x in vectors) and not any(
-        stride % 2 for stride in strides
-    )
 
 
 def _reading(

@@ -17,23 +17,8 @@ elements than the program has threads. Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_in_order import (
-    fold_in_order,
-    load_records,
-    side_by_side,
-    store_parts,
-)
-from replayssm.ops.gated_delta.triton_pairs import (
-    eighths,
-    in_columns,
-    load_for_words,
-    load_part,
-    load_part_of_rows,
-    widen,
-)
-from replayssm.ops.gated_delta.triton_tiles import as_held, decay, load_vector, write_state
-from replayssm.ops.gated_delta.triton_token import load_parts
-from replayssm.ops.gated_delta.triton_whole import is_exact
+from replayssm.ops.gated_delta.triton_in_order import fold_in_order, load_records
+from replayssm.ops.gated_delta.triton_tiles import as_held, decay, eighths, load_vector, widen
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of, words_times_two
@@ -46,6 +31,14 @@ from replayssm.ops.triton_common import (
     move_if_last,
     no_offset,
     tell_head,
+)
+from replayssm.ops.triton_pairs import in_columns, load_for_words, load_part, load_part_of_rows
+from replayssm.ops.triton_rows import (
+    is_exact,
+    load_parts,
+    side_by_side,
+    store_parts,
+    write_state,
 )
 
 _LANES = tl.constexpr(8)  # that share a row of the state

@@ -18,11 +18,11 @@ from replayssm.ops.gated_delta.triton_tiles import (
     load_columns,
     load_rows,
     substitute,
-    write_state,
 )
-from replayssm.ops.gated_delta.triton_whole import is_exact, keep_tile, write_head
+from replayssm.ops.gated_delta.triton_whole import keep_tile, write_head
 from replayssm.ops.quantize.tiles import load_tile, load_unscaled, row_factor
 from replayssm.ops.triton_common import exact_dot
+from replayssm.ops.triton_rows import is_exact, write_state
 
 # A window's ring has more slots than are ever committed when it is flushed at the end of L tokens.
 FEW = tl.constexpr(16)

@@ -8,10 +8,10 @@ held in parts [BV, COLUMNS], of which eight lanes share a row. Legend: triton_ti
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_pairs import all_columns, in_columns, load_part, widen
-from replayssm.ops.gated_delta.triton_tiles import as_held, decay
-from replayssm.ops.quantize.store import store_tile
+from replayssm.ops.gated_delta.triton_tiles import as_held, decay, widen
 from replayssm.ops.quantize.tiles import values_of
+from replayssm.ops.triton_pairs import all_columns, in_columns, load_part
+from replayssm.ops.triton_rows import plus_outer, times
 
 
 @triton.jit
@@ -63,10 +63,10 @@ def fold_in_order(
         for j in tl.static_range(L):
             weights = (decay(since, 0.0),) + weights
             since += gates[L - 1 - j]
-        parts = _times(parts, decay(since, 0.0))
+        parts = times(parts, decay(since, 0.0))
         for j in tl.static_range(L):
             k = _load_key(keys, k_at, source, ring.k, j, K, L, COLUMNS, PARTS, PAIRED)
-            parts = _plus_outer(parts, values[j] * weights[j], k)
+            parts = plus_outer(parts, values[j] * weights[j], k)
     else:
         values = values + (as_held(v, source, ring.v),)
         for j in tl.static_range(0, L, 2):
@@ -78,10 +78,10 @@ def fold_in_order(
                 factor_after = decay(gates[j + 1], 0.0)
                 predicted = _parts_times(parts, after) * factor + u * _product(k, after)
                 u_after = betas[j + 1] * (values[j + 1] - predicted * factor_after)
-                parts = _times(parts, factor * factor_after)
-                parts = _plus_outer(_plus_outer(parts, u * factor_after, k), u_after, after)
+                parts = times(parts, factor * factor_after)
+                parts = plus_outer(plus_outer(parts, u * factor_after, k), u_after, after)
             else:
-                parts = _plus_outer(_times(parts, factor), u, k)
+                parts = plus_outer(times(parts, factor), u, k)
     EACH: tl.constexpr = len(parts) // PARTS
     whole = ()
     for part in tl.static_range(PARTS):
@@ -124,63 +124,3 @@ def _product(a, b):
     for part in tl.static_range(1, len(a)):
         total += a[part] * b[part]
     return tl.sum(total, 0)
-
-
-@triton.jit
-def _times(parts, factor):
-    scaled = ()
-    for part in tl.static_range(len(parts)):
-        scaled = scaled + (parts[part] * factor,)
-    return scaled
-
-
-@triton.jit
-def _plus_outer(parts, u, k):
-    u = tl.broadcast_to(u[:, None], parts[0].shape)
-    after = ()
-    for part in tl.static_range(len(parts)):
-        x = tl.broadcast_to(k[part][None, :], parts[part].shape)
-        after = after + (tl.fma(u, x, parts[part]),)
-    return after
-
-
-@triton.jit
-def store_parts(
-    parts, pattern, checkpoint, cursors, slot, row, in_rows,
-    V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, CHECKPOINT: tl.constexpr,
-):  # fmt: skip
-    """Store parts in a checkpoint that holds them as they are; pattern: of their largest
-    magnitude. Numbers that are not finite are counted."""
-    PARTS: tl.constexpr = len(parts)
-    COLUMNS: tl.constexpr = parts[0].shape[1]
-    not_finite = 0
-    for part in tl.static_range(PARTS):
-        _, count = store_tile(
-            parts[part], None, checkpoint, slot, row * PARTS + part, in_rows,
-            V * PARTS, BV, K // PARTS, COLUMNS, CHECKPOINT, pattern,
-        )  # fmt: skip
-        not_finite += count
-    if not_finite > 0:
-        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
-
-
-@triton.jit
-def side_by_side(parts):
-    """One tile of all columns of 1, 2, 4 or 8 parts."""
-    if len(parts) == 1:
-        return parts[0]
-    elif len(parts) == 2:
-        return _beside(parts[0], parts[1])
-    elif len(parts) == 4:
-        return _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3]))
-    else:
-        tl.static_assert(len(parts) == 8)
-        return _beside(
-            _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3])),
-            _beside(_beside(parts[4], parts[5]), _beside(parts[6], parts[7])),
-        )
-
-
-@triton.jit
-def _beside(a, b):
-    return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])

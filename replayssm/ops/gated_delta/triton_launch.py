@@ -23,6 +23,7 @@ from replayssm.ops.quantize import layout
 from replayssm.ops.triton_common import interpreted, precision_of
 from replayssm.ops.triton_inputs import dense_heads, strides
 from replayssm.ops.triton_policy import check_copies, scales_heads, tries_two_scales
+from replayssm.ops.triton_rows import part_columns
 from replayssm.policy import PrecisionPolicy
 
 RING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -302,26 +303,10 @@ def pieces(storage: Storage, constants: Mapping[str, int], widest: int = 32) -> 
     return {"PIECES": 1, "PIECE": layout.tile_width(constants["K"], storage)}
 
 
-def line_columns(bits: int) -> int:
-    """Elements of so many bits in 128 bytes."""
-    return 1024 // bits
-
-
 def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     """Columns of the state that the decode kernel reads at a time: 128 bytes, or all where K is no
     multiple of that or rows have scales."""
-    part = line_columns(policy.read_storage.code_bits)
-    whole = constants["K"] % part or policy.read_storage.scale == "row"
-    return state_width(policy, constants) if whole else part
-
-
-def folded_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
-    """Columns of the state that few rows fold at a time, four for each of eight lanes that share a
-    row; all where K is no power of two, or a checkpoint's scale belongs to more."""
-    fmt, width = policy.checkpoint.format, state_width(policy, constants)
-    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
-    parts = constants["K"] == width <= 256 and policy.checkpoint.scale != "row" and 32 % block == 0
-    return 32 if parts else width
+    return part_columns(policy.read_storage, constants["K"], state_width(policy, constants))
 
 
 def value_dtype(storage: Storage) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Device functions that the Gated DeltaNet kernels share: reads, decays, products, the solve.
 
-Owns how records become tiles, the triangular solve, and how a state is folded and written. Knows no
+Owns how records become tiles, the triangular solve, and how a state is folded. Knows no
 format (state tiles come from and go to `ops/quantize`), no launch and no cache.
 
 Legend, for every kernel of this folder: S pool slots, B rows, T tokens, HK key heads, HV value
@@ -16,13 +16,11 @@ import triton.language as tl
 from replayssm.formats.number import BF16, FP16
 from replayssm.formats.rounding import NEAREST_EVEN
 from replayssm.ops.quantize.rounding import round_to_format
-from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.triton_common import exact_dot
-from replayssm.policy import READ_COPY_STREAM
+from replayssm.ops.triton_pairs import eighths_of_pairs, halves
 
 _BF16, _FP16 = tl.constexpr(BF16), tl.constexpr(FP16)
 _NEAREST_EVEN = tl.constexpr(NEAREST_EVEN)
-_READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
 
 
 @triton.jit
@@ -54,6 +52,29 @@ def as_held(x, source, ring):
         elif HELD == tl.float16:
             x = round_to_format(x, None, _FP16, _NEAREST_EVEN, True)[0]
     return x
+
+
+@triton.jit
+def widen(x, source, ring):
+    """FP32 values of what `triton_pairs.load_part` returned, those that `ring` will hold of it: a
+    tuple of one, or of even and odd columns."""
+    if x.dtype == tl.int32:
+        return halves(x)
+    else:
+        return (as_held(x, source, ring),)
+
+
+@triton.jit
+def eighths(x, source, ring):
+    """The eight vectors of `load_eighths`, FP32, of what `load_for_words` returned: those that
+    `ring` will hold of it."""
+    if len(x) == 2:
+        return eighths_of_pairs(x)
+    else:
+        held = ()
+        for i in tl.static_range(8):
+            held = held + (as_held(x[i], source, ring),)
+        return held
 
 
 @triton.jit
@@ -116,52 +137,3 @@ def fold_decayed(s, u, k, factors, PRECISION: tl.constexpr):
     """
     product = exact_dot(u, k, tl.zeros_like(s), PRECISION)
     return s * factors[None, :] + product
-
-
-@triton.jit
-def write_state(
-    s,
-    checkpoint,
-    read_copy,
-    cursors,
-    layer,
-    ticket,
-    row,
-    in_rows,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    CHECKPOINT: tl.constexpr,
-    READ_COPY: tl.constexpr,
-    amax=None,
-    scales=None,
-    HELD: tl.constexpr = False,
-):
-    """Round the FP32 tile s [BV, BK] once into the checkpoint (HELD: it is there) and, from the
-    same values, once into the read copy (READ_COPY None: there is none); count what saturated and
-    what was not finite.
-
-    amax: pattern of the largest magnitude in the head, where s is not all of it.
-    scales: of the blocks of what outputs read, where they are stored already; see `store_tile`.
-    """
-    slot = ticket.slot
-    if HELD:
-        over, not_finite = 0, 0
-    else:
-        key = (ticket.seed, layer, ticket.flushes, ticket.sequence)
-        over, not_finite = store_tile(
-            s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax,
-            scales if READ_COPY is None else None,
-        )  # fmt: skip
-    if READ_COPY is not None:
-        key = (ticket.seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
-        over_copy, _ = store_tile(
-            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax, scales
-        )
-        over = over + over_copy
-    if over > 0:
-        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
-    if not HELD:
-        if not_finite > 0:
-            tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))

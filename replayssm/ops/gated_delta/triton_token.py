@@ -32,6 +32,7 @@ from replayssm.ops.quantize.tiles import (
     times_vector,
     unscaled_of,
 )
+from replayssm.ops.triton_rows import load_parts
 
 
 @triton.jit
@@ -243,21 +244,6 @@ def _keys_times(
         with_k += old * k
         with_q += old * q
     return tl.sum(tl.join(with_k, with_q), 1)
-
-
-@triton.jit
-def load_parts(
-    read, slot, row, in_rows,
-    V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """The state as it lies, in parts of 128 bytes a row, which eight lanes read: every further lane
-    would cost each row a shuffle. A row of K columns is K / COLUMNS rows."""
-    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    parts = ()
-    for part in tl.static_range(PARTS):
-        at = row * PARTS + part
-        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
-    return parts
 
 
 @triton.jit

@@ -8,19 +8,12 @@ triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.formats.number import FP32
 from replayssm.formats.storage import Storage
-from replayssm.ops.gated_delta.triton_tiles import write_state
 from replayssm.ops.quantize.layout import scales_of
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_scales, store_tile
 from replayssm.ops.quantize.tiles import load_tile
-
-
-@triton.constexpr_function
-def is_exact(storage: Storage) -> bool:
-    """Whether a state is stored as it is."""
-    return storage.format == FP32 and storage.scale == "none"
+from replayssm.ops.triton_rows import is_exact, write_state
 
 
 @triton.constexpr_function

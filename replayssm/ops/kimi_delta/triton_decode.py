@@ -22,7 +22,6 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.gated_delta.triton_launch import (
     Launch,
-    line_columns,
     power_of_two,
     ring_argument,
     sizes,
@@ -38,6 +37,7 @@ from replayssm.ops.quantize.layout import stored
 from replayssm.ops.quantize.tiles import load_factor, load_vector_for, times_vector
 from replayssm.ops.triton_common import Cursors, halves_of, precision_of
 from replayssm.ops.triton_policy import check_copies
+from replayssm.ops.triton_rows import line_columns
 from replayssm.policy import PrecisionPolicy
 
 

@@ -23,34 +23,29 @@ from torch import Tensor
 from replayssm.formats.quantized import Quantized
 from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Inputs
+from replayssm.ops.mamba2.triton_few import few_kernel
 from replayssm.ops.mamba2.triton_flush import commit_and_flush
 from replayssm.ops.mamba2.triton_launch import Launch
-from replayssm.ops.mamba2.triton_tiles import load_checkpoint, values_of_pieces
 from replayssm.ops.mamba2.triton_token import (
-    answer,
-    append,
-    ask_early,
     decode_token,
     flush_token,
-    fold_token,
     load_ring,
     load_token,
     store_constant,
-    times_C,
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
+    COUNTERS,
     Cursors,
-    Ticket,
     bound,
-    count_arrival,
+    interpreted,
     list_due,
     load_ticket,
-    move_if_last,
-    no_offset,
 )
 from replayssm.ops.triton_inputs import compiled_in
-from replayssm.ops.triton_policy import check_copies
+from replayssm.ops.triton_pairs import in_pairs
+from replayssm.ops.triton_policy import check_copies, scales_heads
+from replayssm.ops.triton_rows import folded_columns, line_columns, part_columns
 from replayssm.policy import PrecisionPolicy
 
 
@@ -64,35 +59,25 @@ def decode_kernel(
     TILES: tl.constexpr,                # of a row
     READ: tl.constexpr, RING: tl.constexpr, D_PER_CHANNEL: tl.constexpr,
     EXCEPT: tl.constexpr,               # rows with so many committed records are left alone
-    EAGER: tl.constexpr,                # see `ask_early`
     DOTS: tl.constexpr,                 # see `decode_token`
     HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a row, B)."""
     row, part = tl.program_id(1), tl.program_id(0)
-    slot_at = slots + row
-    slot = tl.load(slot_at).to(tl.int64)
-    nothing = 0
-    if EAGER:
-        if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
-            return
-        nothing = no_offset(ring.B, cursors.pos)
+    slot = tl.load(slots + row).to(tl.int64)
     PARTS: tl.constexpr = DOTS is not None
     token = load_token(
-        tokens, A, row, part, nothing, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, row, part, H, P, G, N, READ, PARTS, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     if slot < 0:
         store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
         return
-    asked = None
-    if EAGER:
-        asked = ask_early(read, ring, slot, part, H, P, G, N, L, READ, HEADS, BP, BL, WIDTH)
     pos = tl.load(cursors.pos + slot).to(tl.int32)
     if EXCEPT is not None:
         if pos == EXCEPT:
             return
     decode_token(
-        out, tokens, token, ring, read, asked, row, slot, pos, part, TILES,
+        out, tokens, token, ring, read, row, slot, pos, part, TILES,
         H, P, G, N, L, READ, RING, DOTS, HEADS, BP, BL, WIDTH,
     )  # fmt: skip
 
@@ -140,7 +125,7 @@ def decode_and_flush_tile(
 ):  # fmt: skip
     """Tile `part` of a row whose ring the token fills."""
     token = load_token(
-        tokens, A, ticket.row, part, 0, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
+        tokens, A, ticket.row, part, H, P, G, N, None, False, D_PER_CHANNEL, HEADS, BP, WIDTH
     )  # fmt: skip
     records = load_ring(
         ring, ticket.slot, part, L - 1, H, P, G, N, L, HEADS, BP, BL, WIDTH
@@ -149,84 +134,6 @@ def decode_and_flush_tile(
         out, tokens, token, records, cursors, state, layer, ticket, part,
         H, P, G, N, L, STORAGE, RING, PRECISION, HEADS, BP, WIDTH,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer"])
-def step_kernel(
-    slots, tokens, A, ring,             # as above
-    read_copy, checkpoint,              # Stored or None; Stored
-    out, cursors, layer,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    TILES: tl.constexpr,
-    RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
-    D_PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
-    HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
-    THREADS: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of a row, B): outputs, records, flushes and cursors in one launch."""
-    row, part = tl.program_id(1), tl.program_id(0)
-    READ: tl.constexpr = CHECKPOINT if READ_COPY is None else READ_COPY
-    slot_at = slots + row
-    slot = tl.load(slot_at).to(tl.int64)
-    if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
-        return
-    token = load_token(
-        tokens, A, row, part, no_offset(ring.B, cursors.arrivals),
-        H, P, G, N, READ, False, D_PER_CHANNEL, HEADS, BP, WIDTH,
-    )  # fmt: skip
-    if slot < 0:
-        store_constant(out, row, part, 0.0, H, P, G, HEADS, BP)
-        return
-    read = checkpoint if READ_COPY is None else read_copy
-    loaded, records = ask_early(read, ring, slot, part, H, P, G, N, L, READ, HEADS, BP, BL, WIDTH)
-    pos = tl.load(cursors.pos + slot).to(tl.int32)
-    ticket = Ticket(
-        row, slot, pos, tl.load(cursors.flushes + slot), tl.load(cursors.sequence + slot),
-        tl.load(cursors.seed + slot),
-    )  # fmt: skip
-    if pos >= L:
-        before = count_arrival(cursors, slot, True, THREADS)
-        store_constant(out, row, part, float("nan"), H, P, G, HEADS, BP)
-        move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
-        return
-    flushes = pos == L - 1
-    if READ_COPY is None:
-        if flushes:
-            before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
-            flush_token(
-                out, tokens, token, records, cursors, checkpoint, layer, ticket, part,
-                H, P, G, N, L, CHECKPOINT, RING, PRECISION, HEADS, BP, WIDTH,
-            )  # fmt: skip
-            move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
-        else:
-            y = times_C(loaded, token[1], N, WIDTH, READ)
-            before = count_arrival(cursors, slot, True, THREADS)
-            answer(
-                out, tokens, token, records, row, part, y, None, None, pos,
-                H, P, G, RING, HEADS, BP,
-            )  # fmt: skip
-            append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
-            move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
-    else:
-        y = times_C(loaded, token[1], N, WIDTH, READ)
-        before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
-        answer(
-            out, tokens, token, records, row, part, y, None, None, pos,
-            H, P, G, RING, HEADS, BP,
-        )  # fmt: skip
-        if flushes:
-            folded = load_checkpoint(
-                checkpoint, slot, part, H, P, G, N, CHECKPOINT, HEADS, BP, WIDTH
-            )
-            fold_token(
-                values_of_pieces(folded, N, WIDTH, CHECKPOINT), token, records, layer,
-                checkpoint, read_copy, cursors, ticket, part,
-                H, P, G, N, L, RING, CHECKPOINT, READ_COPY, PRECISION, HEADS, BP, WIDTH,
-            )  # fmt: skip
-            move_if_last(cursors, slot, before, TILES, 0, ticket.flushes + 1, THREADS)
-        else:
-            append(token, ring, slot, part, TILES, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)
-            move_if_last(cursors, slot, before, TILES, pos + 1, None, THREADS)
 
 
 def decode(
@@ -282,7 +189,10 @@ def step(
     if single is None:
         single = triton_launch.is_few(sizes, inputs.x.shape[0])
     if single:
-        return _single(checkpoint, read_copy, ring, policy, cursors, inputs, layer, launch, sizes)
+        launch = launch or triton_launch.default_launch("step", policy, sizes, inputs.x.shape[0])
+        read = checkpoint if read_copy is None else read_copy
+        both = (checkpoint, read_copy)
+        return _few(read, ring, policy, cursors, inputs, launch, sizes, copies=both, layer=layer)
     if read_copy is not None:
         out = _decode(read_copy, ring, policy, cursors, inputs, launch)
         commit_and_flush(
@@ -310,17 +220,15 @@ def _decode(
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
     launch = launch or triton_launch.default_launch("decode", policy, sizes, rows)
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    tiles = triton_launch.tiles(sizes, launch)
-    arguments = triton_launch.tokens(inputs), triton_launch.ring(ring), stored(read)
     if launch.eager:
-        arguments = map(compiled_in, arguments)
-    tokens, records, state = arguments
+        return _few(read, ring, policy, cursors, inputs, launch, sizes)
+    tiles = triton_launch.tiles(sizes, launch)
     decode_kernel[(tiles, rows)](
         cursors.slots,
-        tokens,
+        triton_launch.tokens(inputs),
         inputs.A,
-        records,
-        state,
+        triton_launch.ring(ring),
+        stored(read),
         out,
         cursors,
         **sizes,
@@ -329,7 +237,6 @@ def _decode(
         RING=triton_launch.ring_storage(policy, ring),
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
         EXCEPT=excepted,
-        EAGER=launch.eager,
         DOTS=triton_launch.dots(read, ring, inputs, sizes, launch),
         **launch.tile(sizes),
         BL=triton_launch.slots(sizes),
@@ -339,42 +246,61 @@ def _decode(
     return out
 
 
-def _single(
-    checkpoint: Quantized,
-    read_copy: Quantized | None,
+def _few(
+    read: Quantized,
     ring: Mapping[str, Tensor],
     policy: PrecisionPolicy,
     cursors: Cursors,
     inputs: Mamba2Inputs,
-    layer: int,
-    launch: Launch | None,
+    launch: Launch,
     sizes: triton_launch.Sizes,
+    *,
+    copies: tuple[Quantized | None, Quantized | None] = (None, None),
+    layer: int = 0,
 ) -> Tensor:
-    rows = inputs.x.shape[0]
-    launch = launch or triton_launch.default_launch("step", policy, sizes, rows)
+    """`decode`, or, given both copies, `step` in one kernel."""
+    triton_launch.check_operand(policy)
+    commits = copies[0] is not None
+    tiles = triton.cdiv(sizes["P"], launch.tile(sizes)["BP"])
+    shared = commits and scales_heads(policy) and tiles > 1
+    if shared and (interpreted() or sizes["H"] * tiles >= COUNTERS):
+        raise ValueError(
+            f"single: block_p {launch.block_p} cuts {sizes['H']} heads that have a scale into "
+            f"{tiles} tiles, whose programs wait for each other; allowed are whole heads, and on a "
+            f"GPU less than {COUNTERS} tiles"
+        )
+    written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
+    reading = triton_launch.reading(read)
+    width = triton_launch.width(sizes, read, *copies)
+    tokens = compiled_in(triton_launch.tokens(inputs))
     out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
-    tiles = triton_launch.tiles(sizes, launch)
-    step_kernel[(tiles, rows)](
+    few_kernel[(tiles, sizes["H"], inputs.x.shape[0])](
         cursors.slots,
-        compiled_in(triton_launch.tokens(inputs)),
+        tokens,
         inputs.A,
+        compiled_in(stored(read)),
         compiled_in(triton_launch.ring(ring)),
-        None if read_copy is None else compiled_in(stored(read_copy)),
-        compiled_in(stored(checkpoint)),
         out,
         cursors,
+        *(None if copy is None else compiled_in(stored(copy)) for copy in copies),
         layer,
         **sizes,
-        TILES=tiles,
+        READ=reading,
         RING=triton_launch.ring_storage(policy, ring),
-        CHECKPOINT=policy.checkpoint,
-        READ_COPY=policy.read_copy,
+        CHECKPOINT=written[0],
+        READ_COPY=written[1],
         D_PER_CHANNEL=triton_launch.has_d_per_channel(inputs),
-        PRECISION=triton_launch.precision(policy, torch.float32, ring["B"].dtype),
-        **launch.tile(sizes),
-        BL=triton_launch.slots(sizes),
-        WIDTH=triton_launch.width(sizes, checkpoint, read_copy),
+        SHARED=shared,
         THREADS=32 * launch.num_warps,
+        BP=launch.block_p,
+        BL=triton_launch.slots(sizes),
+        WIDTH=width,
+        COLUMNS=part_columns(reading, sizes["N"], width),
+        RECORD_COLUMNS=min(
+            line_columns(8 * ring["B"].element_size()), triton.next_power_of_2(sizes["N"])
+        ),
+        FOLDED=folded_columns(policy.checkpoint, sizes["N"], width),
+        PAIRED=in_pairs((ring["B"], inputs.B_, inputs.C), sizes["N"], tokens.B_row, tokens.C_row),
         **launch.options(),
     )
     return out

@@ -21,7 +21,7 @@ from replayssm.ops.mamba2.reference import Mamba2Inputs
 from replayssm.ops.mamba2.triton_tiles import Ring, Tokens, pieces_of
 from replayssm.ops.quantize.layout import as_codes, refuse_unsupported, tile_width
 from replayssm.ops.quantize.words import blocks_of
-from replayssm.ops.triton_common import COUNTERS, Cursors, precision_of
+from replayssm.ops.triton_common import COUNTERS, Cursors, interpreted, precision_of
 from replayssm.ops.triton_inputs import dense_heads, strides
 from replayssm.ops.triton_policy import scales_heads, tries_two_scales
 from replayssm.policy import PrecisionPolicy
@@ -44,8 +44,8 @@ class Launch:
             that find nothing to do then are as many times fewer.
         num_warps, num_stages: Triton's.
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
-        eager: whether a decode asks for the whole ring, before it knows how much of it is used; a
-            step in one kernel always does.
+        eager: whether a decode is the kernel for few rows, which asks for the whole ring before it
+            knows how much of it is used; a step in one kernel always is. Its tiles are of one head.
     """
 
     heads: int = 1
@@ -80,20 +80,20 @@ class Launch:
 
 
 # Rows of a tile, warps, register limit, by kernel and bits of a stored element of what is read.
-# Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows and for 1 ("few"), and at H = 96,
-# P = 80; those of 8 bits by likeness and by compiled code: a decode of 64 rows by one warp spills
+# Chosen on an H200 at H = 128, P = 64, N = 128, for 256 rows, and at H = 96, P = 80; those of 8
+# bits by likeness and by compiled code: a decode of 64 rows by one warp spills
 # there.
 _TABLE = {
     "decode": {32: (64, 2, None), 16: (64, 1, None), 8: (64, 2, None), 4: (128, 1, 128)},
-    "few decode": {32: (64, 4, None), 16: (32, 4, None), 8: (32, 4, None), 4: (16, 1, None)},
     "step": {32: (64, 4, 168), 16: (64, 4, 168), 8: (32, 4, None), 4: (64, 4, None)},
-    "few step": {32: (64, 4, None), 16: (16, 1, None), 8: (32, 4, None), 4: (64, 4, None)},
     "flush": {32: (64, 4, None), 16: (16, 1, 160), 8: (32, 4, None), 4: (64, 4, 168)},
     "window": {32: (16, 1, None), 16: (16, 1, 168), 8: (16, 1, 168), 4: (16, 1, None)},
 }
 
-# Rows of state up to which tiles of "few" are used: about what a large GPU holds of them at once.
+# Rows of state up to which one kernel does all of a step, as many as a large GPU holds at once, and
+# up to which its tiles have 16 rows and not 32: two programs a multiprocessor.
 _FEW = 1 << 15
+_FEW_SMALL = 264 * 16
 
 
 def default_launch(
@@ -106,17 +106,15 @@ def default_launch(
     rows, if they are few.
     """
     bits = policy.read_storage.code_bits
-    few = is_few(sizes, batch) and kernel in ("decode", "step")
-    rows, num_warps, maxnreg = _TABLE[f"few {kernel}" if few else kernel][bits]
+    if is_few(sizes, batch) and kernel in ("decode", "step"):
+        return _few_launch(kernel, policy, sizes, batch)
+    rows, num_warps, maxnreg = _TABLE[kernel][bits]
     if kernel == "window":
         block_p = max(16, min(rows, triton.next_power_of_2(sizes["P"])))
         heads = 4 if batch * sizes["H"] >= 4096 else 1
         return Launch(block_p=block_p, heads=heads, num_warps=num_warps, maxnreg=maxnreg)
     writes_head_scales = kernel in ("step", "flush") and scales_heads(policy)
     block_p = max(16, triton.next_power_of_2(sizes["P"]))
-    divisor = sizes["P"] & -sizes["P"]
-    if few and 16 <= divisor < rows and not writes_head_scales:
-        rows, num_warps = divisor, max(1, num_warps * divisor // rows)
     if sizes["P"] % rows == 0 and not writes_head_scales:
         block_p = rows
     pieces = pieces_of(sizes["P"], block_p)
@@ -140,8 +138,21 @@ def default_launch(
         loop=8 if any_row else 1,
         num_warps=num_warps,
         maxnreg=maxnreg,
-        eager=few,
     )
+
+
+def _few_launch(kernel: str, policy: PrecisionPolicy, sizes: Sizes, batch: int) -> Launch:
+    """The launch of few rows: many warps share a small tile of one head."""
+    whole = max(16, triton.next_power_of_2(sizes["P"]))
+    block_p = 16 if batch * sizes["H"] * sizes["P"] <= _FEW_SMALL else 32
+    while sizes["P"] % block_p and block_p > 16:
+        block_p //= 2
+    alone = kernel == "step" and scales_heads(policy) and interpreted()
+    if alone or sizes["P"] % block_p:  # in the interpreter programs of a head cannot wait
+        block_p = whole
+    # Registers for four programs a multiprocessor, or some would wait until others are done.
+    many = batch * sizes["H"] * triton.cdiv(sizes["P"], block_p) > _FEW_SMALL // 16
+    return Launch(block_p=block_p, num_warps=4, maxnreg=128 if many else None, eager=True)
 
 
 def is_few(sizes: Sizes, batch: int) -> bool:

@@ -48,7 +48,6 @@ from replayssm.ops.triton_common import prefix_sums
 @triton.jit
 def load_token(
     tokens, A, row, part,
-    nothing,                            # 0, in the address of the last load: see `no_offset`
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     READ: tl.constexpr,                 # storage that C meets, or None
     PARTS: tl.constexpr,                # whether in parts, see `decode_token`
@@ -74,8 +73,7 @@ def load_token(
     xs, Ds = (), ()
     for i in tl.static_range(piece_count(P, BP)):
         _, _, _, head_of, p, _, in_tile = tile_rows(part, H, P, G, HEADS, BP, i)
-        at = tokens.x + row * tokens.x_row + nothing
-        x = tl.load(at + head_of * P + p, mask=in_tile, other=0)
+        x = tl.load(tokens.x + row * tokens.x_row + head_of * P + p, mask=in_tile, other=0)
         D = x
         if tokens.D is not None:
             at = tokens.D + (head_of * P + p if D_PER_CHANNEL else head_of)
@@ -254,26 +252,6 @@ def _load_piece(
 
 
 @triton.jit
-def ask_early(
-    read, ring, slot, part,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    READ: tl.constexpr, HEADS: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """State and the whole ring of tile `part`, asked for before the row's cursor is: the shortest
-    way through one program. It takes registers that else hold other programs, which wait in its
-    place.
-
-    The barrier keeps the compiler from asking for a value only where it is used, or where it has
-    waited for the cursor.
-    """
-    loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
-    records = load_ring(ring, slot, part, L, H, P, G, N, L, HEADS, BP, BL, WIDTH)
-    tl.debug_barrier()
-    return loaded, records
-
-
-@triton.jit
 def times_C(loaded, C, N: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr):
     """`times_vector` of what `load_state` loaded with C: [R]."""
     products = ()
@@ -310,7 +288,6 @@ def flush_token(
 @triton.jit
 def decode_token(
     out, tokens, token, ring, read,
-    asked,                              # state and records, if they are on their way, or None
     row, slot, pos, part, parts,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     READ: tl.constexpr, RING: tl.constexpr, DOTS: tl.constexpr,
@@ -330,11 +307,8 @@ def decode_token(
             group, _, _, _, _, _, _ = tile_rows(part, H, P, G, HEADS, BP)
             ring_B = ring.B + slot * ring.B_slot + group * L * N
             met = rows_times_parts(load_row_parts(ring_B, pos, N, BL), token[1], DOTS)
-        if asked is None:
-            loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
-            records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
-        else:
-            loaded, records = asked
+        loaded = load_state(read, slot, part, H, P, G, N, READ, HEADS, BP, WIDTH)
+        records = load_ring(ring, slot, part, pos, H, P, G, N, L, HEADS, BP, BL, WIDTH)
         if DOTS is not None:
             y, factors = (), ()
             for i in tl.static_range(len(loaded)):
@@ -343,8 +317,7 @@ def decode_token(
         else:
             y = times_C(loaded, token[1], N, WIDTH, READ)
         answer(
-            out, tokens, token, records, row, part, y, factors, met,
-            None if asked is None else pos,
+            out, tokens, token, records, row, part, y, factors, met, None,
             H, P, G, RING, HEADS, BP,
         )  # fmt: skip
         append(token, ring, slot, part, parts, pos, H, P, G, N, L, RING, HEADS, BP, WIDTH)

@@ -299,17 +299,42 @@ def words_times_two(loaded, k, q, STORAGE: tl.constexpr):
     """Products [R, BLOCKS, 2] of the blocks of `load_codes`'s words with two vectors, each in the
     parts of `load_eighths`; rows are still to be multiplied by `factor_of`. As
     `_words_times_vector`, but the codes are scaled, once for both."""
-    words, scale = loaded[0], decode_block_scale(loaded[1], STORAGE)
-    R: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    BLOCKS: tl.constexpr = scale.shape[1]
-    with_k, with_q = tl.zeros(words.shape, tl.float32), tl.zeros(words.shape, tl.float32)
-    for i in tl.static_range(8):
+    both = tl.join(_codes_times(loaded[0], k), _codes_times(loaded[0], q))
+    return tl.sum(_in_blocks(both, loaded, STORAGE), 2) * _raised_scale(loaded, STORAGE)[:, :, None]
+
+
+@triton.jit
+def words_times_one(loaded, vector, STORAGE: tl.constexpr):
+    """`words_times_two` of one vector, [R, BLOCKS]."""
+    product = _codes_times(loaded[0], vector)
+    return tl.sum(_in_blocks(product, loaded, STORAGE), 2) * _raised_scale(loaded, STORAGE)
+
+
+@triton.jit
+def _codes_times(words, parts):
+    """2^-63 times the products [R, WORDS] of words with a vector."""
+    total = e2m1_scaled(words, 0) * 2.0**63 * parts[0][None, :]
+    for i in tl.static_range(1, 8):
         x = e2m1_scaled(words, i) * 2.0**63
-        with_k = tl.fma(x, tl.broadcast_to(k[i][None, :], x.shape), with_k)
-        with_q = tl.fma(x, tl.broadcast_to(q[i][None, :], x.shape), with_q)
-    both = tl.reshape(tl.join(with_k, with_q), [R, BLOCKS, WORDS // BLOCKS, 2])
-    return tl.sum(both, 2) * (scale * 2.0**63)[:, :, None]
+        total = tl.fma(x, tl.broadcast_to(parts[i][None, :], x.shape), total)
+    return total
+
+
+@triton.jit
+def _in_blocks(x, loaded, STORAGE: tl.constexpr):
+    """x [R, WORDS, ...] as [R, BLOCKS, WORDS / BLOCKS, ...]."""
+    R: tl.constexpr = x.shape[0]
+    BLOCKS: tl.constexpr = loaded[1].shape[1]
+    EACH: tl.constexpr = x.shape[1] // BLOCKS
+    if len(x.shape) == 2:
+        return tl.reshape(x, [R, BLOCKS, EACH])
+    else:
+        return tl.reshape(x, [R, BLOCKS, EACH, x.shape[2]])
+
+
+@triton.jit
+def _raised_scale(loaded, STORAGE: tl.constexpr):
+    return decode_block_scale(loaded[1], STORAGE) * 2.0**63
 
 
 @triton.jit

@@ -1,17 +1,29 @@
-"""k, q and keys as few rows read them: BF16 in pairs, anything else as it lies.
+"""Vectors as kernels for few rows read them: BF16 in pairs, anything else as it lies.
 
 Owns loads of vectors that wait in registers as they came, and what makes FP32 of them. Compilers
 take a pair of BF16 numbers apart in three instructions, of which two suffice; where time is
 latency, that is a tenth of an answer. Pairs stay apart: what they meet is split into even and odd
-columns too. Knows no record and no state. Legend: triton_tiles.py; PAIRED: whether all are BF16 and
-lie where pairs can be read.
+columns too. Knows no recurrence. Legend: K elements of a vector; PAIRED: whether `in_pairs` says
+that all are BF16 and lie where pairs can be read.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from replayssm.ops.gated_delta.triton_tiles import as_held
 from replayssm.ops.quantize.tiles import load_eighths
+
+
+def in_pairs(vectors: Sequence[Tensor], *strides: int) -> bool:
+    """Whether all are BF16, and two elements at a time lie at multiples of 4 bytes in rows that are
+    `strides` elements apart."""
+    aligned = all(x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0 for x in vectors)
+    return aligned and not any(stride % 2 for stride in strides)
 
 
 @triton.jit
@@ -41,16 +53,6 @@ def load_part_of_rows(
         column = START + tl.arange(0, COUNT)
         at = base + row[:, None] * K + column[None, :]
         return tl.load(at, mask=in_rows[:, None] & (column < K)[None, :], other=0.0)
-
-
-@triton.jit
-def widen(x, source, ring):
-    """FP32 values of what a load here returned, those that `ring` will hold of it: a tuple of one,
-    or of even and odd columns."""
-    if x.dtype == tl.int32:
-        return _low(x), _high(x)
-    else:
-        return (as_held(x, source, ring),)
 
 
 @triton.jit
@@ -84,21 +86,17 @@ def load_for_words(base, K: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr
 
 
 @triton.jit
-def eighths(x, source, ring):
-    """The eight vectors of `load_eighths`, FP32, of what `load_for_words` returned: those that
-    `ring` will hold of it."""
-    if len(x) == 2:
-        first, second = tl.split(x[0])
-        third, fourth = tl.split(x[1])
-        return (
-            _low(first), _high(first), _low(second), _high(second),
-            _low(third), _high(third), _low(fourth), _high(fourth),
-        )  # fmt: skip
-    else:
-        held = ()
-        for i in tl.static_range(8):
-            held = held + (as_held(x[i], source, ring),)
-        return held
+def eighths_of_pairs(x):
+    """The eight vectors of `load_eighths` of what `load_for_words` returned in pairs."""
+    first, second = tl.split(x[0])
+    third, fourth = tl.split(x[1])
+    return halves(first) + halves(second) + halves(third) + halves(fourth)
+
+
+@triton.jit
+def halves(pair):
+    """The even and the odd columns of pairs, FP32."""
+    return _low(pair), _high(pair)
 
 
 @triton.jit

@@ -1,0 +1,415 @@
+"""One token per row in one launch, for few rows, where time is latency and not bytes.
+
+Owns the kernel of `decode` and of `step` for few rows: it answers the token and, in a step, commits
+it and folds the ring that it fills. Knows no launch.
+
+As `../gated_delta/triton_few.py`, which says why loads and branches are where they are: two trips
+to memory, every row of the state in one warp, one exchange between warps. A tile is BP rows of one
+head. Legend: triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.ops.mamba2.triton_tiles import as_recorded, decay
+from replayssm.ops.quantize.layout import reads_words
+from replayssm.ops.quantize.packing import decode_elements, encode_elements
+from replayssm.ops.quantize.rounding import fact
+from replayssm.ops.quantize.scaling import magnitude_bits
+from replayssm.ops.quantize.tiles import (
+    factor_of,
+    load_codes,
+    unscaled_of,
+    values_of,
+    words_times_one,
+)
+from replayssm.ops.triton_common import (
+    Ticket,
+    count_arrival,
+    forget_heads,
+    hear_head,
+    largest_of_head,
+    move_if_last,
+    no_offset,
+    tell_head,
+)
+from replayssm.ops.triton_pairs import (
+    all_columns,
+    eighths_of_pairs,
+    halves,
+    in_columns,
+    load_for_words,
+    load_part,
+    load_part_of_rows,
+)
+from replayssm.ops.triton_rows import (
+    is_exact,
+    load_parts,
+    plus_outer,
+    side_by_side,
+    store_parts,
+    times,
+    write_state,
+)
+
+_LANES = tl.constexpr(8)  # that share a row of the state
+
+
+@triton.jit(do_not_specialize=["layer"])
+def few_kernel(
+    slots, tokens, A, read, ring,       # [B], of `cursors`; Tokens, [H], Stored, Ring
+    out, cursors,                       # [B, H, P] float32, Cursors
+    checkpoint, read_copy, layer,       # Stored; None: the caller commits and flushes
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr,
+    SHARED: tl.constexpr,               # a copy has a scale for more rows than a program has
+    THREADS: tl.constexpr,              # of a program
+    BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,              # of the state that are read at a time
+    RECORD_COLUMNS: tl.constexpr,       # and of records
+    FOLDED: tl.constexpr,               # columns of a state that are folded at a time
+    PAIRED: tl.constexpr,               # B, C and the ring's B are BF16, and lie in pairs
+):  # fmt: skip
+    """Grid (tiles of P, H, B): outputs, records, flushes and cursors in one launch."""
+    TILES: tl.constexpr = (P + BP - 1) // BP
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot_at = slots + row
+    slot = tl.load(slot_at).to(tl.int64)
+    if slot_at.to(tl.int64) < 0:  # it never is: see `no_offset`
+        return
+    nothing = no_offset(read.data, cursors.arrivals)
+    token = _load_token(
+        tokens, A, row, head, tile, nothing,
+        H, P, G, N, READ, D_PER_CHANNEL, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+    )  # fmt: skip
+    tl.debug_barrier()  # the compiler would ask for the token behind the branch
+    p = tile * BP + tl.arange(0, BP)
+    if slot < 0:
+        tl.store(out + (row * H + head) * P + p, tl.zeros([BP], tl.float32), mask=p < P)
+        return
+    pos = tl.load(cursors.pos + slot)
+    count = pos.to(tl.int32)
+    held = _load_held(
+        read, ring, slot, head, tile,
+        H, P, G, N, L, READ, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+    )  # fmt: skip
+    at = (out, row, slot, head, tile, count)
+    tl.debug_barrier()  # all is asked for
+    if CHECKPOINT is None:
+        _reply(
+            at, token, held, tokens, ring,
+            H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+        )  # fmt: skip
+    elif count != L - 1:  # and so every thread has the cursor before anyone counts
+        before = count_arrival(cursors, slot, True, THREADS)
+        _reply(
+            at, token, held, tokens, ring,
+            H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+        )  # fmt: skip
+        move_if_last(cursors, slot, before, TILES * H, pos + 1, None, THREADS)
+    else:
+        flushes = tl.load(cursors.flushes + slot)
+        sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
+        ticket = Ticket(row.to(tl.int32), slot, count + 1, flushes, sequence, seed)
+        in_rows = None if P % BP == 0 else p < P
+        state_row = head * P + p
+        folded = load_parts(checkpoint, slot, state_row, in_rows, P, N, FOLDED, CHECKPOINT)
+        records = _load_records(ring, slot, head, tile, H, P, L, BP)
+        said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
+        tl.debug_barrier()
+        token = _load_token(
+            tokens, A, row, head, tile, 0,
+            H, P, G, N, READ, D_PER_CHANNEL, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+        )  # fmt: skip
+        held = _load_held(
+            read, ring, slot, head, tile,
+            H, P, G, N, L, READ, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+        )  # fmt: skip
+        _reply(
+            at, token, held, tokens, ring,
+            H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+        )  # fmt: skip
+        parts = _fold(
+            folded, records, token, ring, slot, head,
+            H, G, N, L, RING, CHECKPOINT, FOLDED, PAIRED,
+        )  # fmt: skip
+        HELD: tl.constexpr = is_exact(CHECKPOINT)
+        s = side_by_side(parts)
+        pattern, amax = tl.max(magnitude_bits(s)), None
+        if SHARED:
+            tell_head(cursors, slot, head, tile, TILES, pattern)
+        if HELD:
+            store_parts(
+                parts, pattern, checkpoint, cursors, slot, state_row, in_rows,
+                P, N, BP, CHECKPOINT,
+            )  # fmt: skip
+        if SHARED:
+            amax = largest_of_head(cursors, slot, head, TILES, said, THREADS)
+        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
+        if not HELD or READ_COPY is not None:
+            write_state(
+                s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
+                P, N, BP, WIDTH, CHECKPOINT, READ_COPY, amax, None, HELD,
+            )  # fmt: skip
+        if SHARED:
+            forget_heads(cursors, slot, before, TILES * H)
+        move_if_last(cursors, slot, before, TILES * H, pos * 0, flushes + 1, THREADS)
+
+
+@triton.jit
+def _load_token(
+    tokens, A, row, head, tile, nothing,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, READ: tl.constexpr,
+    D_PER_CHANNEL: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, RECORD_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A token as it lies: B [WIDTH], C as the ring's B meet it, B and C as the state meets them,
+    x [BP], D [BP] or a scalar, dt, A."""
+    group = head // (H // G)
+    B_at = tokens.B + row * tokens.B_row + group * N
+    C_at = tokens.C + row * tokens.C_row + group * N
+    same = tl.zeros([BL], tl.int32)  # all records meet the same row
+    of_records, of_state = (), ()
+    for start in tl.static_range(0, N, RECORD_COLUMNS):
+        part = load_part_of_rows(C_at, same, same == 0, start, RECORD_COLUMNS, N, PAIRED)
+        of_records = of_records + (part,)
+    if reads_words(READ, N):
+        of_state = (
+            load_for_words(B_at, N, WIDTH, PAIRED), load_for_words(C_at, N, WIDTH, PAIRED),
+        )  # fmt: skip
+    else:
+        for start in tl.static_range(0, N, COLUMNS):
+            B = load_part(B_at, start, COLUMNS, N, PAIRED)
+            of_state = of_state + ((B, load_part(C_at, start, COLUMNS, N, PAIRED)),)
+    p = tile * BP + tl.arange(0, BP)
+    x = tl.load(tokens.x + row * tokens.x_row + head * P + p, mask=p < P, other=0)
+    D = None
+    if tokens.D is not None:
+        if D_PER_CHANNEL:
+            D = tl.load(tokens.D + head * P + p, mask=p < P, other=0)
+        else:
+            D = tl.load(tokens.D + head)
+    rate = tl.load(A + head)
+    dt = tl.load(tokens.dt + row * tokens.dt_row + head + nothing)
+    return B_at, of_records, of_state, x, D, rate, dt
+
+
+@triton.jit
+def _load_held(
+    read, ring, slot, head, tile,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, RECORD_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """What a slot holds for an answer, as it lies: B of all L records in parts [BL, columns], their
+    x [BP, BL] and dt [BL], and the state, words of codes or parts."""
+    p, record = tile * BP + tl.arange(0, BP), tl.arange(0, BL)
+    ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
+    old_B = ()
+    for start in tl.static_range(0, N, RECORD_COLUMNS):
+        part = load_part_of_rows(ring_B, record, record < L, start, RECORD_COLUMNS, N, PAIRED)
+        old_B = old_B + (part,)
+    old_x = _load_x(ring.x + slot * ring.x_slot + head * (L * P), tile, P, L, BP, BL)
+    old_dt = tl.load(ring.dt + slot * ring.dt_slot + head * L + record, mask=record < L, other=0.0)
+    in_rows = None if P % BP == 0 else p < P
+    if reads_words(READ, N):
+        state = load_codes(read, slot, head * P + p, in_rows, P, N, WIDTH, READ)
+    else:
+        state = load_parts(read, slot, head * P + p, in_rows, P, N, COLUMNS, READ)
+    return old_B, old_x, old_dt, state
+
+
+@triton.jit
+def _load_x(base, tile, P: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr):
+    """x of all records of a head, [BP, BL] codes; to eight lanes two of 16."""
+    p = _lone(tile, BP)
+    if BL == 2 * _LANES:
+        even = _load_each(base, p, 2 * tl.arange(0, _LANES), P, L)
+        odd = _load_each(base, p, 2 * tl.arange(0, _LANES) + 1, P, L)
+        return tl.reshape(tl.join(even, odd), [BP, BL])
+    else:
+        return _load_each(base, p, tl.arange(0, BL), P, L)
+
+
+@triton.jit
+def _load_each(base, p, record, P: tl.constexpr, L: tl.constexpr):
+    at = base + record[:, None] * P + p[None, :]
+    return tl.trans(tl.load(at, mask=(record < L)[:, None] & (p < P)[None, :], other=0))
+
+
+@triton.jit
+def _lone(tile, BP: tl.constexpr):
+    return ((tile * BP + tl.arange(0, BP)) << 1) >> 1
+
+
+@triton.jit
+def _reply(
+    at, token, held, tokens, ring,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    READ: tl.constexpr, RING: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RECORD_COLUMNS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile, and its share of the record, computed and stored."""
+    out, row, slot, head, tile, count = at
+    B_at, _, _, x, _, _, dt = token
+    FORMAT: tl.constexpr = fact(RING, "format")
+    p, n, lone = tile * BP + tl.arange(0, BP), tl.arange(0, WIDTH), _lone(tile, BP)
+    out += (row * H + head) * P
+    if count < L:
+        y = _answer(
+            token, held, count, tokens, N, READ, RING, BP, BL, COLUMNS, RECORD_COLUMNS, PAIRED
+        )
+        lane = tl.arange(0, _LANES)[:, None]
+        one_lane = (lane == 0) & (p < P)[None, :]
+        to = out + lone[None, :] + lane
+        tl.store(to, tl.broadcast_to(y[None, :], [_LANES, BP]), mask=one_lane)
+        ring_x = ring.x + slot * ring.x_slot + (head * L + count) * P + p
+        tl.store(ring_x, encode_elements(as_recorded(x, RING), FORMAT), mask=p < P)
+        if tile == 0:
+            tl.store(ring.dt + slot * ring.dt_slot + head * L + count, dt)
+            if head % (H // G) == 0:
+                B = as_recorded(tl.load(B_at + n, mask=n < N, other=0), RING)
+                ring_B = ring.B + slot * ring.B_slot + (head // (H // G) * L + count) * N + n
+                tl.store(ring_B, encode_elements(B, FORMAT), mask=n < N)
+    else:  # a ring without room is a caller's mistake; no number may come of it
+        tl.store(out + p, tl.full([BP], float("nan"), tl.float32), mask=p < P)
+
+
+@triton.jit
+def _answer(
+    token, held, count, tokens,
+    N: tl.constexpr, READ: tl.constexpr, RING: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr,
+    COLUMNS: tl.constexpr, RECORD_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile, [BP] FP32."""
+    _, of_records, of_state, x, D, rate, dt = token
+    old_B, old_x, old_dt, state = held
+    FORMAT: tl.constexpr = fact(RING, "format")
+    record = tl.arange(0, BL)
+    past = record < count
+    EACH: tl.constexpr = RECORD_COLUMNS // 2 if PAIRED else RECORD_COLUMNS
+    met = tl.zeros([BL, EACH], tl.float32)
+    for part in tl.static_range(len(old_B)):
+        B, C = _recorded(old_B[part], RING, PAIRED), _given(of_records[part], PAIRED)
+        for i in tl.static_range(len(B)):
+            met += B[i] * C[i]
+    counted = tl.where(past, old_dt, 0.0)
+    decays = rate * counted
+    later = record[None, :] > record[:, None]
+    since = tl.sum(tl.where(later, decays[None, :], 0.0), 1) + rate * dt
+    weights = tl.where(past, tl.sum(met, 1) * counted * decay(since, 0.0), 0.0)  # [BL]
+    xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
+    from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, _LANES, BL // _LANES]), 2)
+
+    now = decay(tl.sum(decays, 0) + rate * dt, 0.0)
+    if reads_words(READ, N):
+        B, C = _eighths(of_state[0], PAIRED), _eighths(of_state[1], PAIRED)
+        B_C = as_recorded_values(B[0], RING, PAIRED) * C[0]
+        for i in tl.static_range(1, 8):
+            B_C += as_recorded_values(B[i], RING, PAIRED) * C[i]
+        y = words_times_one(state, C, READ)
+        factor = factor_of(state, READ)
+    else:
+        PARTS: tl.constexpr = len(state)
+        SIZE: tl.constexpr = COLUMNS // 2 if PAIRED else COLUMNS
+        y, B_C = tl.zeros([BP, SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+        for part in tl.static_range(PARTS):
+            s = in_columns(unscaled_of(state[part], N // PARTS, COLUMNS, READ), PAIRED)
+            B, C = _given(of_state[part][0], PAIRED), _given(of_state[part][1], PAIRED)
+            for i in tl.static_range(len(s)):
+                y += s[i] * C[i][None, :]
+                B_C += as_recorded_values(B[i], RING, PAIRED) * C[i]
+        factor = factor_of(state[0], READ)
+    y *= (factor * now)[:, None]  # [BP, columns that are left]
+    LEFT: tl.constexpr = y.shape[1]
+    if LEFT % _LANES == 0:
+        y = tl.sum(tl.sum(tl.reshape(y, [BP, _LANES, LEFT // _LANES]), 2) + from_past, 1)
+    else:
+        y = tl.sum(y, 1) + tl.sum(from_past, 1)
+    y += as_recorded(x, RING) * (dt * tl.sum(B_C, 0))
+    if tokens.D is not None:
+        y += D.to(tl.float32) * x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def as_recorded_values(x, RING: tl.constexpr, PAIRED: tl.constexpr):
+    return x if PAIRED else as_recorded(x, RING)
+
+
+@triton.jit
+def _given(x, PAIRED: tl.constexpr):
+    return halves(x) if PAIRED else (x.to(tl.float32),)
+
+
+@triton.jit
+def _recorded(codes, RING: tl.constexpr, PAIRED: tl.constexpr):
+    return halves(codes) if PAIRED else (decode_elements(codes, fact(RING, "format"), False),)
+
+
+@triton.jit
+def _eighths(x, PAIRED: tl.constexpr):
+    return eighths_of_pairs(x) if PAIRED else x
+
+
+@triton.jit
+def _load_records(
+    ring, slot, head, tile, H: tl.constexpr, P: tl.constexpr, L: tl.constexpr, BP: tl.constexpr
+):
+    """dt and x of all records but the newest."""
+    p = tile * BP + tl.arange(0, BP)
+    dts, xs = (), ()
+    for j in tl.static_range(L - 1):
+        dts = dts + (tl.load(ring.dt + slot * ring.dt_slot + head * L + j),)
+        at = ring.x + slot * ring.x_slot + (head * L + j) * P + p
+        xs = xs + (tl.load(at, mask=p < P, other=0),)
+    return dts, xs
+
+
+@triton.jit
+def _fold(
+    loaded, records, token, ring, slot, head,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    RING: tl.constexpr, CHECKPOINT: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """A full ring folded into rows of a state, FP32 in parts, on CUDA cores."""
+    PARTS: tl.constexpr = len(loaded)
+    B_at, _, _, x_new, _, rate, dt_new = token
+    dts, xs = records
+    dts = dts + (dt_new,)
+    ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + in_columns(values_of(loaded[part], N // PARTS, COLUMNS, CHECKPOINT), PAIRED)
+    since, weights = dt_new * 0.0, ()
+    for j in tl.static_range(L):
+        weights = (dts[L - 1 - j] * decay(since, 0.0),) + weights
+        since += rate * dts[L - 1 - j]
+    parts = times(parts, decay(since, 0.0))
+    for j in tl.static_range(L):
+        B = ()
+        for part in tl.static_range(PARTS):
+            if j < L - 1:
+                codes = load_part(ring_B + j * N, part * COLUMNS, COLUMNS, N, PAIRED)
+                B = B + _recorded(codes, RING, PAIRED)
+            else:
+                given = _given(load_part(B_at, part * COLUMNS, COLUMNS, N, PAIRED), PAIRED)
+                for i in tl.static_range(len(given)):
+                    B = B + (as_recorded_values(given[i], RING, PAIRED),)
+        if j < L - 1:
+            x = decode_elements(xs[j], fact(RING, "format"), False)
+        else:
+            x = as_recorded(x_new, RING)
+        parts = plus_outer(parts, x * weights[j], B)
+    EACH: tl.constexpr = len(parts) // PARTS
+    whole = ()
+    for part in tl.static_range(PARTS):
+        columns = ()
+        for i in tl.static_range(EACH):
+            columns = columns + (parts[part * EACH + i],)
+        whole = whole + (all_columns(columns),)
+    return whole

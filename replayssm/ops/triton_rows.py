@@ -1,0 +1,172 @@
+"""Rows of a state: read in parts, folded in parts, written once.
+
+Owns how a row is shared by few lanes, and the one place where a folded state becomes both copies.
+Knows no recurrence and no launch. Legend: R rows of a head's matrix [ROWS, COLS]; a part is some
+columns of all R rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.formats.block import BlockFormat
+from replayssm.formats.number import FP32
+from replayssm.formats.storage import Storage
+from replayssm.ops.quantize.store import store_tile
+from replayssm.ops.quantize.tiles import load_codes
+from replayssm.policy import READ_COPY_STREAM
+
+_READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
+
+
+def line_columns(bits: int) -> int:
+    """Elements of so many bits in 128 bytes."""
+    return 1024 // bits
+
+
+def part_columns(storage: Storage, cols: int, width: int) -> int:
+    """Columns of a state [.., cols] in tiles of `width` that are read at a time: 128 bytes, or all
+    where cols is no multiple of that or rows have scales."""
+    part = line_columns(storage.code_bits)
+    return width if cols % part or storage.scale == "row" else part
+
+
+def folded_columns(storage: Storage, cols: int, width: int) -> int:
+    """Columns of a checkpoint that are folded at a time, four for each of eight lanes that share a
+    row; all where cols is no power of two, or a scale belongs to more."""
+    block = storage.format.block_size if isinstance(storage.format, BlockFormat) else 1
+    parts = cols == width <= 256 and storage.scale != "row" and 32 % block == 0
+    return min(32, width) if parts else width
+
+
+@triton.constexpr_function
+def is_exact(storage: Storage) -> bool:
+    """Whether a state is stored as it is."""
+    return storage.format == FP32 and storage.scale == "none"
+
+
+@triton.jit
+def load_parts(
+    read, slot, row, in_rows,
+    V: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """The state as it lies, in parts of 128 bytes a row, which eight lanes read: every further lane
+    would cost each row a shuffle. A row of K columns is K / COLUMNS rows."""
+    PARTS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        at = row * PARTS + part
+        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
+    return parts
+
+
+@triton.jit
+def times(parts, factor):
+    """All parts times a number."""
+    scaled = ()
+    for part in tl.static_range(len(parts)):
+        scaled = scaled + (parts[part] * factor,)
+    return scaled
+
+
+@triton.jit
+def plus_outer(parts, u, k):
+    """parts + u kᵀ, for u [BV] and k in parts."""
+    u = tl.broadcast_to(u[:, None], parts[0].shape)
+    after = ()
+    for part in tl.static_range(len(parts)):
+        x = tl.broadcast_to(k[part][None, :], parts[part].shape)
+        after = after + (tl.fma(u, x, parts[part]),)
+    return after
+
+
+@triton.jit
+def side_by_side(parts):
+    """One tile of all columns of 1, 2, 4 or 8 parts."""
+    if len(parts) == 1:
+        return parts[0]
+    elif len(parts) == 2:
+        return _beside(parts[0], parts[1])
+    elif len(parts) == 4:
+        return _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3]))
+    else:
+        tl.static_assert(len(parts) == 8)
+        return _beside(
+            _beside(_beside(parts[0], parts[1]), _beside(parts[2], parts[3])),
+            _beside(_beside(parts[4], parts[5]), _beside(parts[6], parts[7])),
+        )
+
+
+@triton.jit
+def _beside(a, b):
+    return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
+def store_parts(
+    parts, pattern, checkpoint, cursors, slot, row, in_rows,
+    V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, CHECKPOINT: tl.constexpr,
+):  # fmt: skip
+    """Store parts in a checkpoint that holds them as they are; pattern: of their largest
+    magnitude. Numbers that are not finite are counted."""
+    PARTS: tl.constexpr = len(parts)
+    COLUMNS: tl.constexpr = parts[0].shape[1]
+    not_finite = 0
+    for part in tl.static_range(PARTS):
+        _, count = store_tile(
+            parts[part], None, checkpoint, slot, row * PARTS + part, in_rows,
+            V * PARTS, BV, K // PARTS, COLUMNS, CHECKPOINT, pattern,
+        )  # fmt: skip
+        not_finite += count
+    if not_finite > 0:
+        tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
+
+
+@triton.jit
+def write_state(
+    s,
+    checkpoint,
+    read_copy,
+    cursors,
+    layer,
+    ticket,
+    row,
+    in_rows,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    CHECKPOINT: tl.constexpr,
+    READ_COPY: tl.constexpr,
+    amax=None,
+    scales=None,
+    HELD: tl.constexpr = False,
+):
+    """Round the FP32 tile s [BV, BK] once into the checkpoint (HELD: it is there) and, from the
+    same values, once into the read copy (READ_COPY None: there is none); count what saturated and
+    what was not finite.
+
+    amax: pattern of the largest magnitude in the head, where s is not all of it.
+    scales: of the blocks of what outputs read, where they are stored already; see `store_tile`.
+    """
+    slot = ticket.slot
+    if HELD:
+        over, not_finite = 0, 0
+    else:
+        key = (ticket.seed, layer, ticket.flushes, ticket.sequence)
+        over, not_finite = store_tile(
+            s, key, checkpoint, slot, row, in_rows, V, BV, K, BK, CHECKPOINT, amax,
+            scales if READ_COPY is None else None,
+        )  # fmt: skip
+    if READ_COPY is not None:
+        key = (ticket.seed, layer + _READ_COPY_KEY, ticket.flushes, ticket.sequence)
+        over_copy, _ = store_tile(
+            s, key, read_copy, slot, row, in_rows, V, BV, K, BK, READ_COPY, amax, scales
+        )
+        over = over + over_copy
+    if over > 0:
+        tl.atomic_add(cursors.saturated + slot, over.to(tl.int64))
+    if not HELD:
+        if not_finite > 0:
+            tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
