@@ -1,6 +1,7 @@
-"""Gated DeltaNet flushes and steps: codes against `formats`, states against float64, refusals.
+"""Gated DeltaNet flushes: codes against `formats`, states against float64, refusals.
 
-And real sizes, on a GPU. Runs as `test_triton_gated_delta.py`.
+And real sizes, on a GPU. Runs as `test_triton_gated_delta.py`. Flushes of few rows, in the kernel
+that also answers them: `test_triton_gated_delta_few.py`.
 """
 
 import math
@@ -8,7 +9,6 @@ import math
 import pytest
 import torch
 from delta_pool import (
-    DEVICE,
     FP32_ACCURATE,
     GATED_DELTA,
     SMALL,
@@ -27,8 +27,7 @@ from replayssm.ops.gated_delta.reference import (
     GatedDeltaInputs,
     recurrence,
 )
-from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
-from replayssm.ops.triton_common import Cursors
+from replayssm.ops.gated_delta.triton_launch import Launch
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
 pytestmark = KERNEL_MARKS
@@ -100,104 +99,6 @@ def test_a_grid_has_the_programs_whose_registers_fit():
     assert Launch(block_v=64, programs=5).resident == 5
 
 
-def stepped(policy, shape, *, single, tokens, live, dtype=torch.float32):
-    """Outputs [3, tokens, ...] and the pool after steps of three rows that enter at different
-    times, one of them padding until token `live`; ring 5."""
-    pool = make_pool(policy, shape, ring_len=5, slots=(3, 0, 1), dtype=dtype)
-    inputs = inputs_for(shape, 3, tokens, ring=None if dtype == torch.float32 else dtype)
-    outputs = []
-    for t in range(tokens):
-        slots = torch.tensor([3, 0 if t >= 2 else -1, 1 if t >= live else -1], device=DEVICE)
-        now = pool._replace(cursors=pool.cursors._replace(slots=slots))
-        token = take_tokens(inputs, t, t + 1)
-        launch = Launch(block_v=power_of_two(shape["head_v_dim"]), num_warps=1)
-        outputs.append(now.step(token, launch=launch, flush_launch=launch, single=single))
-    return torch.cat(outputs, 1), pool
-
-
-@pytest.mark.parametrize(
-    "shape, policy",
-    [
-        ("small", "fp32"),
-        ("small", "fp16-sr"),
-        ("small", "int8-sr"),
-        ("small", "mxfp8"),
-        ("small", "nvfp4"),
-        ("small", "nvfp4-46"),
-        ("small", "fp32+fp32"),
-        ("small", "fp16-sr+nvfp4-sr"),
-        ("small", "fp32+nvfp4:update=read"),
-        ("r2", "fp16-sr"),
-        ("r2", "fp32+nvfp4"),
-    ],
-)
-def test_one_kernel_makes_the_step_that_several_make(policy, shape):
-    """The same outputs, codes, scales and cursors, over rows whose rings fill at different steps.
-
-    A compiler may form sums of the same tile in another order: then a code in a thousand differs.
-    """
-    shape = SMALL if shape == "small" else GATED_DELTA.shapes[shape]
-    several, one = (
-        stepped(policy, shape, single=single, tokens=11, live=7) for single in (False, True)
-    )
-    assert relative(one[0], several[0]) < FP32_ACCURATE
-    for name in Cursors._fields[1:]:
-        got, want = (getattr(pool.cursors, name).tolist() for _, pool in (one, several))
-        assert got == want, name
-    assert one[1].cursors.flushes.tolist() == [1, 0, 0, 2] and not one[1].cursors.arrivals.any()
-    for name, want in several[1].bytes().items():
-        if not name.startswith("ring"):
-            got = one[1].tensors()[name]
-            if DEVICE == "cpu":
-                assert torch.equal(as_bytes(got), want), name
-            elif got.dtype == torch.float32:
-                assert relative(got, several[1].tensors()[name]) < FP32_ACCURATE, name
-            else:
-                assert float((as_bytes(got) != want).double().mean()) < 5e-3, name
-
-
-@pytest.mark.parametrize(
-    "policy", ["nvfp4", "nvfp4-46", "fp32+nvfp4", "fp16-sr+nvfp4", "fp32+nvfp4:update=read"]
-)
-def test_programs_share_a_head_that_has_a_scale(policy):
-    """Tiles of 16 of 40 rows, a program each: the bits of one program for all of them."""
-    shape, pools = SMALL | {"head_v_dim": 40}, []
-    inputs = inputs_for(shape, 2, 6)
-    if DEVICE == "cpu":
-        pool, launch = make_pool(policy, shape, ring_len=5), Launch(block_v=16, num_warps=1)
-        with pytest.raises(ValueError, match="wait for each other"):
-            pool.step(take_tokens(inputs, 0, 1), single=True, launch=launch)
-        pytest.skip("in the interpreter programs do not run side by side")
-    for size in (16, 64):
-        pool = make_pool(policy, shape, ring_len=5)
-        pool.commit(2, 0)
-        for tensor in pool.ring.values():
-            tensor.nan_to_num_(0.25)
-        for t in range(6):
-            launch = Launch(block_v=size, num_warps=1)
-            pool.step(take_tokens(inputs, t, t + 1), single=True, launch=launch)
-        pools.append(pool)
-    shared, whole = pools
-    assert shared.cursors.flushes.tolist() == [1, 0, 1] and not shared.cursors.arrivals.any()
-    for name, want in whole.bytes().items():
-        got = shared.tensors()[name]
-        if got.dtype == torch.float32:
-            assert relative(got, whole.tensors()[name]) < FP32_ACCURATE, name
-        else:
-            assert float((as_bytes(got) != want).double().mean()) < 5e-3, name
-
-
-def test_a_step_without_room_gives_nan_and_writes_no_state():
-    for single in (False, True):
-        pool = make_pool("fp32", SMALL, ring_len=2)
-        pool.commit(2, 0)
-        before = pool.checkpoint.data.clone()
-        out = pool.step(inputs_for(SMALL, 2, 1), single=single)
-        assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
-        assert torch.equal(pool.checkpoint.data, before)
-        assert pool.cursors.pos.tolist() == [1, 0, 3]
-
-
 def test_only_rows_that_are_due_flush():
     pool = make_pool("fp32", SMALL, ring_len=5)
     pool.run(inputs_for(SMALL, 2, 5))
@@ -211,13 +112,17 @@ def test_only_rows_that_are_due_flush():
     assert pool.cursors.pos.tolist() == [0, 0, 0] and pool.cursors.flushes.tolist() == [1, 0, 1]
 
 
-def test_overflow_and_non_finite_states_are_counted():
+@pytest.mark.parametrize("single", [False, True])
+def test_overflow_and_non_finite_states_are_counted(single):
     state = torch.full((3, *GatedDeltaGeometry(**SMALL).state_shape), 7e4)
     state[0, 1, 2, 3] = math.inf
     pool = make_pool("fp32+fp16", SMALL, ring_len=1, state=state)
-    pool.run(inputs_for(SMALL, 2, 1))
-    pool.commit(1, 1)
-    pool.flush()
+    if single:
+        pool.step(inputs_for(SMALL, 2, 1), single=True)
+    else:
+        pool.run(inputs_for(SMALL, 2, 1))
+        pool.commit(1, 1)
+        pool.flush()
     want = pool.policy.read_copy.write(pool.checkpoint.data.cpu()).saturated
     assert want[2] > 100 and torch.equal(pool.cursors.saturated[[2, 0]].cpu(), want[[2, 0]])
     not_finite = (~pool.checkpoint.data.isfinite()).flatten(1).sum(1)
