@@ -20,12 +20,12 @@ from delta_pool import (
 )
 from interpreter import KERNEL_MARKS
 from poison import poisoned_outputs  # noqa: F401  (a fixture)
-from recurrence_cases import relative, take_tokens
+from recurrence_cases import make_cache, make_update, relative, take_tokens
 from same_bits import assert_same_bits, pattern
 
 from replayssm.formats.storage import STORAGES
 from replayssm.ops.gated_delta.triton_launch import Launch, power_of_two
-from replayssm.ops.triton_common import Cursors
+from replayssm.ops.triton_common import Cursors, new_arrivals
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM
 
 pytestmark = KERNEL_MARKS
@@ -180,6 +180,11 @@ def test_a_step_without_room_gives_nan_and_writes_no_state():
         assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
         assert torch.equal(pool.checkpoint.data, before)
         assert pool.cursors.pos.tolist() == [1, 0, 3]
+
+
+def test_a_cache_brings_as_many_counters_as_programs_use():
+    cache = make_cache(make_update("gated_delta"), 3)
+    assert torch.equal(cache.kernel_arguments["cursors"][2], new_arrivals(cache.pos))
 
 
 # ---- one kernel and several ------------------------------------------------------------------
