@@ -20,7 +20,7 @@ from torch import Tensor
 
 from replayssm.formats.codec import Quantized
 
-_ARRIVALS = 512  # counters of a slot, as `ops/triton_common.Cursors` has them
+_ARRIVALS = 1024  # counters of a slot, as `ops/triton_common.Cursors` has them
 _PER_ROW = ("pos", "flushes", "sequence", "seed", "saturated", "not_finite")
 
 

@@ -74,6 +74,19 @@ def all_columns(x):
 
 
 @triton.jit
+def all_parts(tiles, PARTS: tl.constexpr):
+    """`all_columns` of so many parts, whose tiles follow each other."""
+    EACH: tl.constexpr = len(tiles) // PARTS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        columns = ()
+        for i in tl.static_range(EACH):
+            columns = columns + (tiles[part * EACH + i],)
+        parts = parts + (all_columns(columns),)
+    return parts
+
+
+@triton.jit
 def load_for_words(base, K: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr):
     """A vector as words of eight codes meet it: two tensors of pairs [BK / 8, 2], or
     `load_eighths`."""

@@ -57,8 +57,14 @@ def load_parts(
     parts = ()
     for part in tl.static_range(PARTS):
         at = row * PARTS + part
-        parts = parts + (load_codes(read, slot, at, in_rows, V, K // PARTS, COLUMNS, READ),)
+        parts = parts + (load_codes(read, slot, at, in_rows, V * PARTS, K // PARTS, COLUMNS, READ),)
     return parts
+
+
+@triton.jit
+def of_record(x, j):
+    """Column j of x [R, records], which few lanes share."""
+    return tl.sum(tl.where((tl.arange(0, x.shape[1]) == j)[None, :], x, 0.0), 1)
 
 
 @triton.jit

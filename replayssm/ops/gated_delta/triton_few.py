@@ -17,7 +17,7 @@ elements than the program has threads. Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_in_order import fold_in_order, load_records
+from replayssm.ops.gated_delta.triton_in_order import fold_in_order
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, eighths, load_vector, widen
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.scaling import magnitude_bits
@@ -168,7 +168,10 @@ def few_kernel(
         in_rows = None if V % BV == 0 else value < V
         state_row = head * V + value
         folded = load_parts(checkpoint, slot, state_row, in_rows, V, K, FOLDED, CHECKPOINT)
-        records = load_records(ring, slot, head, tile, HV, V, L, BV)
+        first = (slot * HV + head) * L
+        v_past = None
+        if ring.v is not None:
+            v_past = _load_updates(ring.v + first * V, tile, V, L, BV, BL).to(tl.float32)
         said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
         tl.debug_barrier()
         # Once more, from the cache: what both ways use would be unpacked before they part, and so
@@ -218,7 +221,7 @@ def few_kernel(
         k_at, _, _, v, g, beta = token
         keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
         parts = fold_in_order(
-            folded, records, keys, ring, (g, beta, v, u), k_at, tokens.k,
+            folded, v_past, held[1], held[2], keys, first, ring, (g, beta, v, u), k_at, tokens.k,
             K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
         HELD: tl.constexpr = is_exact(CHECKPOINT)

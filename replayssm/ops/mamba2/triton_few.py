@@ -36,7 +36,7 @@ from replayssm.ops.triton_common import (
     tell_head,
 )
 from replayssm.ops.triton_pairs import (
-    all_columns,
+    all_parts,
     eighths_of_pairs,
     halves,
     in_columns,
@@ -47,6 +47,7 @@ from replayssm.ops.triton_pairs import (
 from replayssm.ops.triton_rows import (
     is_exact,
     load_parts,
+    of_record,
     plus_outer,
     side_by_side,
     store_parts,
@@ -117,7 +118,6 @@ def few_kernel(
         in_rows = None if P % BP == 0 else p < P
         state_row = head * P + p
         folded = load_parts(checkpoint, slot, state_row, in_rows, P, N, FOLDED, CHECKPOINT)
-        records = _load_records(ring, slot, head, tile, H, P, L, BP)
         said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
         tl.debug_barrier()
         token = _load_token(
@@ -133,7 +133,7 @@ def few_kernel(
             H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
         )  # fmt: skip
         parts = _fold(
-            folded, records, token, ring, slot, head,
+            folded, held, token, ring, slot, head,
             H, G, N, L, RING, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
         HELD: tl.constexpr = is_exact(CHECKPOINT)
@@ -308,9 +308,9 @@ def _answer(
     now = decay(tl.sum(decays, 0) + rate * dt, 0.0)
     if reads_words(READ, N):
         B, C = _eighths(of_state[0], PAIRED), _eighths(of_state[1], PAIRED)
-        B_C = as_recorded_values(B[0], RING, PAIRED) * C[0]
+        B_C = _as_recorded(B[0], RING, PAIRED) * C[0]
         for i in tl.static_range(1, 8):
-            B_C += as_recorded_values(B[i], RING, PAIRED) * C[i]
+            B_C += _as_recorded(B[i], RING, PAIRED) * C[i]
         y = words_times_one(state, C, READ)
         factor = factor_of(state, READ)
     else:
@@ -322,7 +322,7 @@ def _answer(
             B, C = _given(of_state[part][0], PAIRED), _given(of_state[part][1], PAIRED)
             for i in tl.static_range(len(s)):
                 y += s[i] * C[i][None, :]
-                B_C += as_recorded_values(B[i], RING, PAIRED) * C[i]
+                B_C += _as_recorded(B[i], RING, PAIRED) * C[i]
         factor = factor_of(state[0], READ)
     y *= (factor * now)[:, None]  # [BP, columns that are left]
     LEFT: tl.constexpr = y.shape[1]
@@ -337,7 +337,7 @@ def _answer(
 
 
 @triton.jit
-def as_recorded_values(x, RING: tl.constexpr, PAIRED: tl.constexpr):
+def _as_recorded(x, RING: tl.constexpr, PAIRED: tl.constexpr):
     return x if PAIRED else as_recorded(x, RING)
 
 
@@ -357,59 +357,36 @@ def _eighths(x, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _load_records(
-    ring, slot, head, tile, H: tl.constexpr, P: tl.constexpr, L: tl.constexpr, BP: tl.constexpr
-):
-    """dt and x of all records but the newest."""
-    p = tile * BP + tl.arange(0, BP)
-    dts, xs = (), ()
-    for j in tl.static_range(L - 1):
-        dts = dts + (tl.load(ring.dt + slot * ring.dt_slot + head * L + j),)
-        at = ring.x + slot * ring.x_slot + (head * L + j) * P + p
-        xs = xs + (tl.load(at, mask=p < P, other=0),)
-    return dts, xs
-
-
-@triton.jit
 def _fold(
-    loaded, records, token, ring, slot, head,
+    loaded, held, token, ring, slot, head,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     RING: tl.constexpr, CHECKPOINT: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """A full ring folded into rows of a state, FP32 in parts, on CUDA cores."""
     PARTS: tl.constexpr = len(loaded)
+    FORMAT: tl.constexpr = fact(RING, "format")
     B_at, _, _, x_new, _, rate, dt_new = token
-    dts, xs = records
-    dts = dts + (dt_new,)
-    ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
-    parts = ()
+    _, old_x, old_dt, _ = held
+    record = tl.arange(0, old_dt.shape[0])
+    past = record < L - 1
+    dt = tl.where(past, old_dt, 0.0)
+    later = record[None, :] > record[:, None]
+    since = tl.sum(tl.where(later, (rate * dt)[None, :], 0.0), 1) + rate * dt_new
+    xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
+    xs *= (dt * decay(since, 0.0))[None, :]
+    parts, B_new = (), ()
     for part in tl.static_range(PARTS):
         parts = parts + in_columns(values_of(loaded[part], N // PARTS, COLUMNS, CHECKPOINT), PAIRED)
-    since, weights = dt_new * 0.0, ()
-    for j in tl.static_range(L):
-        weights = (dts[L - 1 - j] * decay(since, 0.0),) + weights
-        since += rate * dts[L - 1 - j]
-    parts = times(parts, decay(since, 0.0))
-    for j in tl.static_range(L):
+        given = _given(load_part(B_at, part * COLUMNS, COLUMNS, N, PAIRED), PAIRED)
+        for i in tl.static_range(len(given)):
+            B_new = B_new + (_as_recorded(given[i], RING, PAIRED),)
+    parts = times(parts, decay(tl.sum(rate * dt, 0) + rate * dt_new, 0.0))
+    ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
+    for j in tl.range(L - 1):
         B = ()
         for part in tl.static_range(PARTS):
-            if j < L - 1:
-                codes = load_part(ring_B + j * N, part * COLUMNS, COLUMNS, N, PAIRED)
-                B = B + _recorded(codes, RING, PAIRED)
-            else:
-                given = _given(load_part(B_at, part * COLUMNS, COLUMNS, N, PAIRED), PAIRED)
-                for i in tl.static_range(len(given)):
-                    B = B + (as_recorded_values(given[i], RING, PAIRED),)
-        if j < L - 1:
-            x = decode_elements(xs[j], fact(RING, "format"), False)
-        else:
-            x = as_recorded(x_new, RING)
-        parts = plus_outer(parts, x * weights[j], B)
-    EACH: tl.constexpr = len(parts) // PARTS
-    whole = ()
-    for part in tl.static_range(PARTS):
-        columns = ()
-        for i in tl.static_range(EACH):
-            columns = columns + (parts[part * EACH + i],)
-        whole = whole + (all_columns(columns),)
-    return whole
+            codes = load_part(ring_B + j * N, part * COLUMNS, COLUMNS, N, PAIRED)
+            B = B + _recorded(codes, RING, PAIRED)
+        parts = plus_outer(parts, of_record(xs, j), B)
+    parts = plus_outer(parts, as_recorded(x_new, RING) * dt_new, B_new)
+    return all_parts(parts, PARTS)
