@@ -17,7 +17,7 @@ elements than the program has threads. Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_in_order import fold_in_order
+from replayssm.ops.gated_delta.triton_in_order import ask, fold_in_order
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, eighths, load_vector, widen
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.scaling import magnitude_bits
@@ -169,9 +169,15 @@ def few_kernel(
         state_row = head * V + value
         folded = load_parts(checkpoint, slot, state_row, in_rows, V, K, FOLDED, CHECKPOINT)
         first = (slot * HV + head) * L
-        v_past = None
+        keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
+        v_past, first_two = None, None
         if ring.v is not None:
             v_past = _load_updates(ring.v + first * V, tile, V, L, BV, BL).to(tl.float32)
+            PARTS: tl.constexpr = (K + FOLDED - 1) // FOLDED
+            first_two = (
+                ask(keys, first, ring, 0, K, L, FOLDED, PARTS, PAIRED),
+                ask(keys, first, ring, 1, K, L, FOLDED, PARTS, PAIRED),
+            )
         said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
         tl.debug_barrier()
         # Once more, from the cache: what both ways use would be unpacked before they part, and so
@@ -219,10 +225,9 @@ def few_kernel(
             PAIRED,
         )
         k_at, _, _, v, g, beta = token
-        keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
         parts = fold_in_order(
-            folded, v_past, held[1], held[2], keys, first, ring, (g, beta, v, u), k_at, tokens.k,
-            K, L, CHECKPOINT, FOLDED, PAIRED,
+            folded, v_past, held[1], held[2], first_two, keys, first, ring, (g, beta, v, u),
+            k_at, tokens.k, K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
         HELD: tl.constexpr = is_exact(CHECKPOINT)
         s = side_by_side(parts)

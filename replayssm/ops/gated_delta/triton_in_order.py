@@ -16,14 +16,15 @@ from replayssm.ops.triton_rows import of_record, plus_outer, times
 
 @triton.jit
 def fold_in_order(
-    loaded, v_past, u_past, g_past, keys, first, ring, newest, k_at, source,
+    loaded, v_past, u_past, g_past, first_two, keys, first, ring, newest, k_at, source,
     K: tl.constexpr, L: tl.constexpr, CHECKPOINT: tl.constexpr,
     COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Parts of the folded state, FP32, from parts of the stored one as `load_codes` has them.
 
     Of a ring's L - 1 older records: v or, where u is not solved for, u [BV, BL], log decays [BL],
-    keys at `keys`, and `first`, the number of the oldest; the newest is a token's that was loaded
+    keys at `keys`, and `first`, the number of the oldest; `first_two`, where u is solved for, are
+    asked for already. The newest is a token's that was loaded
     from `source`, its key at `k_at`, its g, beta, v and u in `newest`. Where u is solved for, two
     records at a time: the state meets both keys before either is folded, and what the second misses
     of the first is the product of their keys.
@@ -47,12 +48,18 @@ def fold_in_order(
         parts = plus_outer(parts, u, k)
     else:
         v = as_held(v, source, ring.v)
+        ahead, ahead_after = first_two
         for i in tl.range((L - 1) // 2):
-            old = _load_old(keys, first, v_past, ring, 2 * i, K, COLUMNS, PARTS, PAIRED)
-            after = _load_old(keys, first, v_past, ring, 2 * i + 1, K, COLUMNS, PARTS, PAIRED)
-            parts = _fold_two(parts, old, after)
+            old, after = ahead, ahead_after
+            ahead = ask(keys, first, ring, 2 * i + 2, K, L, COLUMNS, PARTS, PAIRED)
+            ahead_after = ask(keys, first, ring, 2 * i + 3, K, L, COLUMNS, PARTS, PAIRED)
+            parts = _fold_two(
+                parts, _old(old, ring, of_record(v_past, 2 * i)),
+                _old(after, ring, of_record(v_past, 2 * i + 1)),
+            )  # fmt: skip
         if L % 2 == 0:
-            old = _load_old(keys, first, v_past, ring, L - 2, K, COLUMNS, PARTS, PAIRED)
+            old = ask(keys, first, ring, L - 2, K, L, COLUMNS, PARTS, PAIRED)
+            old = _old(old, ring, of_record(v_past, L - 2))
             parts = _fold_two(parts, old, (k, decay(g, 0.0), beta, v))
         else:
             factor = decay(g, 0.0)
@@ -62,14 +69,27 @@ def fold_in_order(
 
 
 @triton.jit
-def _load_old(
-    keys, first, v_past, ring, j,
-    K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PAIRED: tl.constexpr,
+def ask(
+    keys, first, ring, j,
+    K: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Key, decay, write strength and v of record j."""
-    k = _load_key(keys + j * K, ring.k, ring.k, K, COLUMNS, PARTS, PAIRED)
-    g, beta = tl.load(ring.g + first + j), tl.load(ring.beta + first + j)
-    return k, decay(g, 0.0), beta, of_record(v_past, j)
+    """Key, log decay and write strength of record j, or of the last, as they lie."""
+    j = tl.minimum(j, L - 1)
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (load_part(keys + j * K, part * COLUMNS, COLUMNS, K, PAIRED),)
+    return parts, tl.load(ring.g + first + j), tl.load(ring.beta + first + j)
+
+
+@triton.jit
+def _old(asked, ring, v):
+    """Key, decay, write strength and v of a record that was asked for."""
+    raw, g, beta = asked
+    k = ()
+    for part in tl.static_range(len(raw)):
+        k = k + widen(raw[part], ring.k, ring.k)
+    return k, decay(g, 0.0), beta, v
 
 
 @triton.jit
@@ -90,7 +110,7 @@ def _fold_two(parts, old, after):
     k, factor, beta, v = old
     k_after, factor_after, beta_after, v_after = after
     u = beta * (v - _parts_times(parts, k) * factor)
-    predicted = _parts_times(parts, k_after) * factor + u * _product(k, k_after)
+    predicted = _parts_times(parts, k_after) * factor + u * _product(k, k_after, u.shape[0])
     u_after = beta_after * (v_after - predicted * factor_after)
     parts = plus_outer(times(parts, factor * factor_after), u * factor_after, k)
     return plus_outer(parts, u_after, k_after)
@@ -106,8 +126,10 @@ def _parts_times(parts, k):
 
 
 @triton.jit
-def _product(a, b):
-    total = a[0] * b[0]
-    for part in tl.static_range(1, len(a)):
-        total += a[part] * b[part]
-    return tl.sum(total, 0)
+def _product(a, b, BV: tl.constexpr):
+    """Product of two keys, once for every row, where it is needed: [BV]."""
+    total = tl.zeros([BV, a[0].shape[0]], tl.float32)
+    for part in tl.static_range(len(a)):
+        x = tl.broadcast_to(a[part][None, :], total.shape)
+        total = tl.fma(x, tl.broadcast_to(b[part][None, :], total.shape), total)
+    return tl.sum(total, 1)
