@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from interpreter import DEVICE
-from same_bits import pattern
+from recurrence_cases import relative
+from same_bits import assert_same_bits, pattern
 
 from replayssm.formats.codec import dequantize
 from replayssm.formats.quantized import Quantized
@@ -16,6 +17,11 @@ from replayssm.ops.mamba2.triton_window import window
 from replayssm.ops.triton_common import Cursors, new_cursors
 from replayssm.policy import CHECKPOINT_STREAM, READ_COPY_STREAM, PrecisionPolicy, parse_policy
 
+# FP32 accuracy, relative L2: a sum of a hundred products in any order.
+FP32_ACCURATE = 5e-7
+# Share of codes that may differ, by their bytes, where what was rounded differs by a few units in
+# the last place of FP32: 2^13 make a unit of FP16, and 2^16 or more one of what is narrower.
+DIFFERENT = {2: 1e-3, 1: 1e-4}
 LAYER = 11
 SMALL = Mamba2Geometry(num_heads=4, head_dim=16, n_groups=2, d_state=32)
 ODD = Mamba2Geometry(num_heads=3, head_dim=80, n_groups=1, d_state=16)
@@ -83,12 +89,16 @@ class Pool:
         slots = torch.tensor(slots, device=DEVICE)
         return replace(self, cursors=self.cursors._replace(slots=slots))
 
-    def bytes(self):
-        """Copies of everything that is stored, by name."""
+    def states(self):
+        """What the copies are stored as, by name."""
         named = {f"checkpoint {k}": v for k, v in self.checkpoint.tensors().items()}
         if self.read_copy is not None:
             named |= {f"read copy {k}": v for k, v in self.read_copy.tensors().items()}
-        named |= {f"ring {k}": v for k, v in self.ring.items()}
+        return named
+
+    def bytes(self):
+        """Copies of everything that is stored, by name."""
+        named = self.states() | {f"ring {k}": v for k, v in self.ring.items()}
         named |= {k: v for k, v in self.cursors._asdict().items() if k != "slots"}
         return {k: pattern(v).clone() for k, v in named.items()}
 
@@ -150,3 +160,46 @@ def oracle(slot_states, inputs):
     """Outputs of the float64 recurrence from `slot_states` [B, H, P, N]."""
     wide = Mamba2Inputs(*(None if t is None else t.cpu().double() for t in inputs))
     return reference.recurrence(slot_states, wide)
+
+
+def written(pool, storage, state, stream):
+    """What the second write of every slot stores of `state`, by the reference."""
+    bits = storage.draw_bits(
+        state.shape,
+        seed=pool.cursors.seed.cpu(),
+        layer=LAYER,
+        stream=stream,
+        flush_index=torch.ones(len(state), dtype=torch.int64),
+        sequence=pool.cursors.sequence.cpu(),
+    )
+    return storage.write(state, bits)
+
+
+def flips(one, several):
+    """How many codes differ, by name, between what one kernel and several made of the same step.
+
+    Cursors and records must be the same, and FP32 values to FP32 accuracy. One kernel adds records
+    one after the other, several take products of matrices: what they round is the same to FP32
+    accuracy only, and now and then a code falls to the other side.
+    """
+    for name in Cursors._fields[1:]:
+        got, want = (getattr(pool.cursors, name).tolist() for pool in (one, several))
+        assert got == want, name
+    for name, want in several.ring.items():  # the last record may be folded without entering it
+        assert_same_bits(one.ring[name][:, :, :-1], want[:, :, :-1], name)
+    found = {}
+    for name, want in several.states().items():
+        got = one.states()[name]
+        if want.dtype == torch.float32:
+            assert relative(got, want) < FP32_ACCURATE, name
+        else:
+            found[name] = int((pattern(got) != pattern(want)).sum())
+    return found
+
+
+def assert_few_flips(pool, found, writes):
+    """That a small share of all codes in `writes` states, or one, differs; `found`: by `flips`."""
+    for name, count in found.items():
+        codes = pool.states()[name]
+        total = writes * codes[0].numel()
+        assert count <= max(1, DIFFERENT[codes.element_size()] * total), (name, count, total)

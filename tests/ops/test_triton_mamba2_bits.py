@@ -11,7 +11,6 @@ from interpreter import KERNEL_MARKS
 from mamba2_pool import (
     DEVICE,
     GEOMETRIES,
-    LAYER,
     SMALL,
     error,
     make_pool,
@@ -19,10 +18,10 @@ from mamba2_pool import (
     random_inputs,
     tokens_of,
     values,
+    written,
 )
 from same_bits import pattern
 
-from replayssm.ops.mamba2 import triton_launch
 from replayssm.ops.mamba2.reference import Mamba2Geometry, Mamba2Inputs
 from replayssm.ops.mamba2.triton_decode import decode, step
 from replayssm.ops.mamba2.triton_flush import flush
@@ -35,19 +34,6 @@ pytestmark = KERNEL_MARKS
 
 
 # ---- stored bits -----------------------------------------------------------------------------
-
-
-def written(pool, storage, state, stream):
-    """What the second write of both slots stores of `state`, by the reference."""
-    bits = storage.draw_bits(
-        state.shape,
-        seed=pool.cursors.seed.cpu(),
-        layer=LAYER,
-        stream=stream,
-        flush_index=torch.ones(2, dtype=torch.int64),
-        sequence=pool.cursors.sequence.cpu(),
-    )
-    return storage.write(state, bits)
 
 
 @pytest.mark.parametrize("how", ["flush", "step in one launch", "step in several"])
@@ -119,46 +105,6 @@ def test_rows_flush_at_their_own_steps(single):
 def _row(inputs, rows):
     cut = {n: t[rows] for n, t in inputs._asdict().items() if n not in ("A", "D")}
     return inputs._replace(**cut)
-
-
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        ("fp32", "small"),
-        ("nvfp4", "small"),
-        ("fp32+nvfp4-sr", "small"),
-        ("fp16-sr", "three groups"),
-        ("int8-sr+nvfp4", "head_dim80"),
-    ],
-)
-def test_a_step_in_one_launch_has_the_bits_of_several(policy, name):
-    """Rows at all positions of a ring of 3, and padding, over more than a cycle."""
-    geometry = GEOMETRIES[name]
-    pools = [make_pool(geometry, f"{policy}@3", slots=4, rows=[3, -1, 0, 1]) for _ in range(2)]
-    inputs = random_inputs(geometry, 4, 5)
-    whole = triton_launch.default_launch("step", pools[0].policy, pools[0].sizes, 1)
-    for pool in pools:
-        pool.launch(window, _row(tokens_of(inputs, 0, 2), [0, 1, 2, 3]))
-        commit(pool.cursors, torch.tensor([2, 0, 1, 0], device=DEVICE))
-    for t in range(1, 5):
-        one, several = (
-            pool.launch(
-                step, tokens_of(inputs, t, t + 1), launch=whole, flush_launch=whole, single=single
-            )
-            for pool, single in zip(pools, (True, False), strict=True)
-        )
-        # No output depends on how a step was launched, but compilers order the sums of each kernel.
-        if DEVICE == "cpu":
-            assert torch.equal(pattern(one), pattern(several)), t
-        live = [0, 2, 3]
-        assert (one[1] == 0).all() and (several[1] == 0).all()
-        assert error(one[live, 0], several[live, 0].cpu()) < 1e-6, t
-    first, second = (pool.bytes() for pool in pools)
-    for name, data in first.items():
-        if "ring" not in name:  # the last record of a ring is folded without entering it
-            assert torch.equal(data, second[name]), name
-    assert pools[0].cursors.pos.tolist() == [2, 1, 0, 0]
-    assert not pools[0].cursors.arrivals.any()
 
 
 @pytest.mark.parametrize("policy", ["fp16-sr+nvfp4@2", "nvfp4-sr@2"])

@@ -1,11 +1,12 @@
 """One token per row: read the state once, append one record, and fold rings that it fills.
 
-Owns three kernels and their launchers. `decode` writes no state. `step` also commits the token and
-flushes the rows whose ring it fills; rows decide by their own cursors. Few rows take one launch, in
-which the last program of a row to have read its cursor moves it. Else `list_due` moves cursors
-after the outputs: with one copy, rows that flush are left to a last kernel, which reads the state
-once for both jobs (the registers that folding takes would slow every other row down); with two, all
-rows decode and a flush follows. Both ways give the same bits.
+Owns the launchers, and the kernels for many rows. `decode` writes no state. `step` also commits the
+token and flushes the rows whose ring it fills; rows decide by their own cursors. Few rows take one
+kernel, that of `triton_few.py`, in which the last program of a row to have read its cursor moves
+it. Else `list_due` moves cursors after the outputs: with one copy, rows that flush are left to a
+last kernel, which reads the state once for both jobs (the registers that folding takes would slow
+every other row down); with two, all rows decode and a flush follows. What the two ways round is the
+same to FP32 accuracy: they add in different orders.
 
 Outputs of a flushing step read what every other token of the ring reads, the copy before the flush.
 Legend: triton_tiles.py.
@@ -260,6 +261,8 @@ def _few(
 ) -> Tensor:
     """`decode`, or, given both copies, `step` in one kernel."""
     triton_launch.check_operand(policy)
+    if launch.heads != 1:
+        raise ValueError(f"heads {launch.heads} in a tile of the kernel for few rows; allowed is 1")
     commits = copies[0] is not None
     tiles = triton.cdiv(sizes["P"], launch.tile(sizes)["BP"])
     shared = commits and scales_heads(policy) and tiles > 1
