@@ -159,17 +159,26 @@ def test_heads_of_a_group_share_its_records(policy, geometry):
 # ---- tokens and rings ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy, start, pad", [("fp32", 0, 1), ("fp32+nvfp4", 1, 1)])
-def test_bf16_tokens_need_not_lie_in_pairs(policy, start, pad):
-    """B and C where no two elements can be read at once: rows of an odd length, or an odd start."""
+@pytest.mark.parametrize(
+    "policy, start, pad, ring_pad",
+    [("fp32", 0, 1, 0), ("fp32+nvfp4", 1, 1, 0), ("fp32", 0, 2, 1)],
+)
+def test_bf16_vectors_need_not_lie_in_pairs(policy, start, pad, ring_pad):
+    """B and C where no two elements can be read at once: rows of an odd length, or an odd start,
+    or slots of the ring."""
     geometry = replace(SMALL, num_heads=2)
     inputs, both = to_device(random_inputs(geometry, 2, 2, BF16)), []
     for apart in (False, True):
         pool = make_pool(geometry, f"{policy}@2", slots=3, rows=[2, 0], dtype=BF16)
+        if apart:
+            pool.ring["B"] = _padded(pool.ring["B"].flatten(1), 0, ring_pad).view_as(pool.ring["B"])
         outputs = []
         for t in range(2):
             token = tokens_of(inputs, t, t + 1)
-            token = side_by_side(token, start, pad) if apart else token
+            if apart:
+                vectors = torch.cat([token.B_.flatten(1), token.C.flatten(1)], 1)
+                B_, C = _padded(vectors, start, pad).chunk(2, dim=1)
+                token = token._replace(B_=B_.view_as(token.B_), C=C.view_as(token.C))
             outputs.append(pool.launch(step, token, single=True))
         both.append((torch.cat(outputs, 1), pool))
     (want, dense), (out, pool) = both
@@ -179,15 +188,11 @@ def test_bf16_tokens_need_not_lie_in_pairs(policy, start, pad):
     assert_same_bits(pool.ring["B"], dense.ring["B"])
 
 
-def side_by_side(token, start, pad):
-    """B and C as views of one tensor, from element `start` of rows that are `pad` longer."""
-    shape, size = token.B_.shape, token.B_[0].numel()
-    wide = torch.full((len(token.x), start + 2 * size + pad), math.nan, dtype=BF16, device=DEVICE)
-    B_, C = wide[:, start : start + 2 * size].split(size, dim=1)
-    B_.copy_(token.B_.flatten(1))
-    C.copy_(token.C.flatten(1))
-    assert B_.data_ptr() % 4 or B_.stride(0) % 2
-    return token._replace(B_=B_.view(shape), C=C.view(shape))
+def _padded(rows, start, pad):
+    """`rows` [R, C], each from element `start` of one that is so much, and `pad`, longer."""
+    wide = rows.new_full((len(rows), start + rows.shape[1] + pad), math.nan)
+    view = wide[:, start : start + rows.shape[1]]
+    return view.copy_(rows)
 
 
 @pytest.mark.parametrize("policy, value", [("fp32", math.nan), ("fp16+nvfp4", math.inf)])

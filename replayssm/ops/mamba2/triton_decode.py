@@ -303,7 +303,10 @@ def _few(
             line_columns(8 * ring["B"].element_size()), triton.next_power_of_2(sizes["N"])
         ),
         FOLDED=folded_columns(policy.checkpoint, sizes["N"], width),
-        PAIRED=in_pairs((ring["B"], inputs.B_, inputs.C), sizes["N"], tokens.B_row, tokens.C_row),
+        PAIRED=in_pairs(
+            (ring["B"], inputs.B_, inputs.C),
+            *(sizes["N"], ring["B"].stride(0), tokens.B_row, tokens.C_row),
+        ),
         **launch.options(),
     )
     return out
