@@ -17,6 +17,7 @@ from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import load_codes
 from replayssm.policy import READ_COPY_STREAM
 
+LANES = tl.constexpr(8)  # that share a row
 _READ_COPY_KEY = tl.constexpr(READ_COPY_STREAM << 24)
 
 
@@ -62,8 +63,36 @@ def load_parts(
 
 
 @triton.jit
+def lone_rows(tile, R: tl.constexpr):
+    """The rows of a tile, [R], which the compiler does not know to follow each other: it would give
+    neighbours to neighbouring lanes, and not to the warps whose rows they are."""
+    return ((tile * R + tl.arange(0, R)) << 1) >> 1
+
+
+@triton.jit
+def load_of_records(
+    base, tile, ROWS: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr
+):
+    """What all L records of a head, ROWS elements apart, hold for the rows of a tile, [R, BL]; to
+    eight lanes two of 16."""
+    row = lone_rows(tile, R)
+    if BL == 2 * LANES:
+        even = _load_records(base, row, 2 * tl.arange(0, LANES), ROWS, L)
+        odd = _load_records(base, row, 2 * tl.arange(0, LANES) + 1, ROWS, L)
+        return tl.reshape(tl.join(even, odd), [R, BL])
+    else:
+        return _load_records(base, row, tl.arange(0, BL), ROWS, L)
+
+
+@triton.jit
+def _load_records(base, row, record, ROWS: tl.constexpr, L: tl.constexpr):
+    at = base + record[:, None] * ROWS + row[None, :]
+    return tl.trans(tl.load(at, mask=(record < L)[:, None] & (row < ROWS)[None, :], other=0))
+
+
+@triton.jit
 def of_record(x, j):
-    """Column j of x [R, records], which few lanes share."""
+    """Column j of x [R, records], which few lanes share; the others may be anything."""
     return tl.sum(tl.where((tl.arange(0, x.shape[1]) == j)[None, :], x, 0.0), 1)
 
 

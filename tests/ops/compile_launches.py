@@ -218,9 +218,11 @@ def launches(geometry: Geometry, label: str, dtype: torch.dtype):
         if read_copy is None:
             full = mamba2_launch.default_launch("step", policy, sizes, MANY_ROWS)
         several = layer | {"single": False, "flush_launch": full}
+        without_D = one._replace(D=None)
         calls += [
             ("decode", lambda: decode.decode(read, ring, policy, cursors, one, launch=large)),
             ("step", lambda: decode.step(*both, ring, policy, cursors, one, **several)),
+            ("step", lambda: decode.step(*both, ring, policy, cursors, without_D, **layer)),
         ]
     for name, call in calls:
         modules = {decode, window, triton_apply, flush, gated_delta_flush, triton_common}

@@ -34,14 +34,15 @@ from replayssm.ops.triton_common import (
 )
 from replayssm.ops.triton_pairs import in_columns, load_for_words, load_part, load_part_of_rows
 from replayssm.ops.triton_rows import (
+    LANES,
     is_exact,
+    load_of_records,
     load_parts,
+    lone_rows,
     side_by_side,
     store_parts,
     write_state,
 )
-
-_LANES = tl.constexpr(8)  # that share a row of the state
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -172,7 +173,7 @@ def few_kernel(
         keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
         v_past, first_two = None, None
         if ring.v is not None:
-            v_past = _load_updates(ring.v + first * V, tile, V, L, BV, BL).to(tl.float32)
+            v_past = load_of_records(ring.v + first * V, tile, V, L, BV, BL).to(tl.float32)
             PARTS: tl.constexpr = (K + FOLDED - 1) // FOLDED
             first_two = (
                 ask(keys, first, ring, 0, K, L, FOLDED, PARTS, PAIRED),
@@ -301,7 +302,7 @@ def _load_held(
     for start in tl.static_range(0, K, KEY_COLUMNS):
         part = load_part_of_rows(keys, record, record < L, start, KEY_COLUMNS, K, PAIRED)
         old_keys = old_keys + (part,)
-    u_past = _load_updates(ring.u + first * V, tile, V, L, BV, BL)
+    u_past = load_of_records(ring.u + first * V, tile, V, L, BV, BL)
     g_past = tl.load(ring.g + first + record, mask=record < L, other=0.0)
     in_rows = None if V % BV == 0 else value < V
     if reads_words(READ, K):
@@ -309,31 +310,6 @@ def _load_held(
     else:
         state = load_parts(read, slot, head * V + value, in_rows, V, K, COLUMNS, READ)
     return old_keys, u_past, g_past, state
-
-
-@triton.jit
-def _load_updates(base, tile, V: tl.constexpr, L: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr):
-    """All updates of a head's ring, [BV, BL] FP32; to eight lanes two of 16."""
-    value = _lone(tile, BV)
-    if BL == 2 * _LANES:
-        even = _load_each(base, value, 2 * tl.arange(0, _LANES), V, L)
-        odd = _load_each(base, value, 2 * tl.arange(0, _LANES) + 1, V, L)
-        return tl.reshape(tl.join(even, odd), [BV, BL])
-    else:
-        return _load_each(base, value, tl.arange(0, BL), V, L)
-
-
-@triton.jit
-def _load_each(base, value, record, V: tl.constexpr, L: tl.constexpr):
-    at = base + record[:, None] * V + value[None, :]
-    return tl.trans(tl.load(at, mask=(record < L)[:, None] & (value < V)[None, :], other=0.0))
-
-
-@triton.jit
-def _lone(tile, BV: tl.constexpr):
-    """The rows of a tile, [BV], which the compiler does not know to follow each other: it would
-    give neighbours to neighbouring lanes, and not to the warps whose rows they are."""
-    return ((tile * BV + tl.arange(0, BV)) << 1) >> 1
 
 
 @triton.jit
@@ -346,7 +322,7 @@ def _reply(
     """Outputs of V rows, and their share of the record, computed and stored. Returns u [BV]."""
     out, row, slot, head, tile, count = at
     k_at, _, _, v, g, beta = token
-    value, column, lone = tile * BV + tl.arange(0, BV), tl.arange(0, BK), _lone(tile, BV)
+    value, column, lone = tile * BV + tl.arange(0, BV), tl.arange(0, BK), lone_rows(tile, BV)
     in_v = value < V
     out += (row * HV + head) * V
     u = tl.full([BV], float("nan"), tl.float32)
@@ -355,7 +331,7 @@ def _reply(
             token, held, count, tokens, ring, K, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED
         )
         here = (slot * HV + head) * L + count
-        lane = tl.arange(0, _LANES)[:, None]
+        lane = tl.arange(0, LANES)[:, None]
         to = tl.where(lane == 0, (out + lone)[None, :], (ring.u + here * V + lone)[None, :])
         both = tl.where(lane == 0, answer[None, :], u[None, :])
         tl.store(to, both, mask=(lane < 2) & in_v[None, :])
@@ -404,7 +380,7 @@ def _answer(
     weights = tl.where((record < count)[:, None], weights * decay(since, 0.0)[:, None], 0.0)
     u_past = tl.where((record < count)[None, :], u_past, 0.0)
     past = u_past[:, :, None] * weights[None, :, :]  # [BV, BL, 2]
-    past = tl.sum(tl.reshape(past, [BV, _LANES, BL // _LANES, 2]), 2)
+    past = tl.sum(tl.reshape(past, [BV, LANES, BL // LANES, 2]), 2)
 
     now = decay(tl.sum(counted, 0) + g, 0.0)
     if reads_words(READ, K):
@@ -431,8 +407,8 @@ def _answer(
         factor = factor_of(state[0], READ)
     both *= (factor * now)[:, None, None]  # [BV, columns that are left, 2]
     LEFT: tl.constexpr = both.shape[1]
-    if LEFT % _LANES == 0:
-        both = tl.sum(tl.reshape(both, [BV, _LANES, LEFT // _LANES, 2]), 2)
+    if LEFT % LANES == 0:
+        both = tl.sum(tl.reshape(both, [BV, LANES, LEFT // LANES, 2]), 2)
         both = tl.sum(both + past, 1)
     else:
         both = tl.sum(both, 1) + tl.sum(past, 1)

@@ -40,7 +40,7 @@ def fold_in_order(
         g_past = tl.where(record < L - 1, g_past, 0.0)
         later = record[None, :] > record[:, None]
         since = tl.sum(tl.where(later, g_past[None, :], 0.0), 1) + g
-        us = tl.where((record < L - 1)[None, :], u_past, 0.0) * decay(since, 0.0)[None, :]
+        us = u_past * decay(since, 0.0)[None, :]
         parts = times(parts, decay(tl.sum(g_past, 0) + g, 0.0))
         for j in tl.range(L - 1):
             old = _load_key(keys + j * K, ring.k, ring.k, K, COLUMNS, PARTS, PAIRED)

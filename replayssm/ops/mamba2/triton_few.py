@@ -45,8 +45,11 @@ from replayssm.ops.triton_pairs import (
     load_part_of_rows,
 )
 from replayssm.ops.triton_rows import (
+    LANES,
     is_exact,
+    load_of_records,
     load_parts,
+    lone_rows,
     of_record,
     plus_outer,
     side_by_side,
@@ -54,8 +57,6 @@ from replayssm.ops.triton_rows import (
     times,
     write_state,
 )
-
-_LANES = tl.constexpr(8)  # that share a row of the state
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -186,7 +187,7 @@ def _load_token(
             of_state = of_state + ((B, load_part(C_at, start, COLUMNS, N, PAIRED)),)
     p = tile * BP + tl.arange(0, BP)
     x = tl.load(tokens.x + row * tokens.x_row + head * P + p, mask=p < P, other=0)
-    D = None
+    D = x  # stands for what is not there: a tuple holds no None
     if tokens.D is not None:
         if D_PER_CHANNEL:
             D = tl.load(tokens.D + head * P + p, mask=p < P, other=0)
@@ -212,7 +213,7 @@ def _load_held(
     for start in tl.static_range(0, N, RECORD_COLUMNS):
         part = load_part_of_rows(ring_B, record, record < L, start, RECORD_COLUMNS, N, PAIRED)
         old_B = old_B + (part,)
-    old_x = _load_x(ring.x + slot * ring.x_slot + head * (L * P), tile, P, L, BP, BL)
+    old_x = load_of_records(ring.x + slot * ring.x_slot + head * (L * P), tile, P, L, BP, BL)
     old_dt = tl.load(ring.dt + slot * ring.dt_slot + head * L + record, mask=record < L, other=0.0)
     in_rows = None if P % BP == 0 else p < P
     if reads_words(READ, N):
@@ -220,29 +221,6 @@ def _load_held(
     else:
         state = load_parts(read, slot, head * P + p, in_rows, P, N, COLUMNS, READ)
     return old_B, old_x, old_dt, state
-
-
-@triton.jit
-def _load_x(base, tile, P: tl.constexpr, L: tl.constexpr, BP: tl.constexpr, BL: tl.constexpr):
-    """x of all records of a head, [BP, BL] codes; to eight lanes two of 16."""
-    p = _lone(tile, BP)
-    if BL == 2 * _LANES:
-        even = _load_each(base, p, 2 * tl.arange(0, _LANES), P, L)
-        odd = _load_each(base, p, 2 * tl.arange(0, _LANES) + 1, P, L)
-        return tl.reshape(tl.join(even, odd), [BP, BL])
-    else:
-        return _load_each(base, p, tl.arange(0, BL), P, L)
-
-
-@triton.jit
-def _load_each(base, p, record, P: tl.constexpr, L: tl.constexpr):
-    at = base + record[:, None] * P + p[None, :]
-    return tl.trans(tl.load(at, mask=(record < L)[:, None] & (p < P)[None, :], other=0))
-
-
-@triton.jit
-def _lone(tile, BP: tl.constexpr):
-    return ((tile * BP + tl.arange(0, BP)) << 1) >> 1
 
 
 @triton.jit
@@ -257,16 +235,16 @@ def _reply(
     out, row, slot, head, tile, count = at
     B_at, _, _, x, _, _, dt = token
     FORMAT: tl.constexpr = fact(RING, "format")
-    p, n, lone = tile * BP + tl.arange(0, BP), tl.arange(0, WIDTH), _lone(tile, BP)
+    p, n, lone = tile * BP + tl.arange(0, BP), tl.arange(0, WIDTH), lone_rows(tile, BP)
     out += (row * H + head) * P
     if count < L:
         y = _answer(
             token, held, count, tokens, N, READ, RING, BP, BL, COLUMNS, RECORD_COLUMNS, PAIRED
         )
-        lane = tl.arange(0, _LANES)[:, None]
+        lane = tl.arange(0, LANES)[:, None]
         one_lane = (lane == 0) & (p < P)[None, :]
         to = out + lone[None, :] + lane
-        tl.store(to, tl.broadcast_to(y[None, :], [_LANES, BP]), mask=one_lane)
+        tl.store(to, tl.broadcast_to(y[None, :], [LANES, BP]), mask=one_lane)
         ring_x = ring.x + slot * ring.x_slot + (head * L + count) * P + p
         tl.store(ring_x, encode_elements(as_recorded(x, RING), FORMAT), mask=p < P)
         if tile == 0:
@@ -303,7 +281,7 @@ def _answer(
     since = tl.sum(tl.where(later, decays[None, :], 0.0), 1) + rate * dt
     weights = tl.where(past, tl.sum(met, 1) * counted * decay(since, 0.0), 0.0)  # [BL]
     xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
-    from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, _LANES, BL // _LANES]), 2)
+    from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, LANES, BL // LANES]), 2)
 
     now = decay(tl.sum(decays, 0) + rate * dt, 0.0)
     if reads_words(READ, N):
@@ -326,8 +304,8 @@ def _answer(
         factor = factor_of(state[0], READ)
     y *= (factor * now)[:, None]  # [BP, columns that are left]
     LEFT: tl.constexpr = y.shape[1]
-    if LEFT % _LANES == 0:
-        y = tl.sum(tl.sum(tl.reshape(y, [BP, _LANES, LEFT // _LANES]), 2) + from_past, 1)
+    if LEFT % LANES == 0:
+        y = tl.sum(tl.sum(tl.reshape(y, [BP, LANES, LEFT // LANES]), 2) + from_past, 1)
     else:
         y = tl.sum(y, 1) + tl.sum(from_past, 1)
     y += as_recorded(x, RING) * (dt * tl.sum(B_C, 0))
@@ -372,8 +350,7 @@ def _fold(
     dt = tl.where(past, old_dt, 0.0)
     later = record[None, :] > record[:, None]
     since = tl.sum(tl.where(later, (rate * dt)[None, :], 0.0), 1) + rate * dt_new
-    xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
-    xs *= (dt * decay(since, 0.0))[None, :]
+    xs = decode_elements(old_x, FORMAT, False) * (dt * decay(since, 0.0))[None, :]
     parts, B_new = (), ()
     for part in tl.static_range(PARTS):
         parts = parts + in_columns(values_of(loaded[part], N // PARTS, COLUMNS, CHECKPOINT), PAIRED)
