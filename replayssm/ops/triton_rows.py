@@ -1,8 +1,8 @@
 """Rows of a state: read in parts, folded in parts, written once.
 
-Owns how a row is shared by few lanes, and the one place where a folded state becomes both copies.
-Knows no recurrence and no launch. Legend: R rows of a head's matrix [ROWS, COLS]; a part is some
-columns of all R rows.
+Owns how a row is shared by few lanes, the one place where a folded state becomes both copies, and
+how a step of few rows ends. Knows no recurrence and no launch. Legend: R rows of a head's matrix
+[ROWS, COLS]; a part is some columns of all R rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ import triton.language as tl
 from replayssm.formats.block import BlockFormat
 from replayssm.formats.number import FP32
 from replayssm.formats.storage import Storage
+from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import load_codes
+from replayssm.ops.triton_common import (
+    count_arrival,
+    forget_heads,
+    largest_of_head,
+    move_if_last,
+    tell_head,
+)
 from replayssm.policy import READ_COPY_STREAM
 
 LANES = tl.constexpr(8)  # that share a row
@@ -205,3 +213,42 @@ def write_state(
     if not HELD:
         if not_finite > 0:
             tl.atomic_add(cursors.not_finite + slot, not_finite.to(tl.int64))
+
+
+@triton.jit
+def write_and_move(
+    parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+    ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+    CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
+    SHARED: tl.constexpr,  # a copy has a scale for more rows than a tile has
+    PROGRAMS: tl.constexpr,  # of a row
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """End of a step that folds, where every tile of a row has a program of one launch: write a
+    tile's folded parts into both copies, and move the row's cursor if all others have counted.
+
+    `said`: of `hear_head`. A checkpoint that needs no scale is stored while the others are heard.
+    """
+    TILES: tl.constexpr = (ROWS + R - 1) // R
+    HELD: tl.constexpr = is_exact(CHECKPOINT)
+    slot, value = ticket.slot, tile * R + tl.arange(0, R)
+    row, in_rows = head * ROWS + value, None if ROWS % R == 0 else value < ROWS
+    s = side_by_side(parts)
+    pattern, amax = tl.max(magnitude_bits(s)), None
+    if SHARED:
+        tell_head(cursors, slot, head, tile, TILES, pattern)
+    if HELD:
+        store_parts(
+            parts, pattern, checkpoint, cursors, slot, row, in_rows, ROWS, COLS, R, CHECKPOINT
+        )
+    if SHARED:
+        amax = largest_of_head(cursors, slot, head, TILES, said, THREADS)
+    before = count_arrival(cursors, slot, ticket.flushes >= 0, THREADS)
+    if not HELD or READ_COPY is not None:
+        write_state(
+            s, checkpoint, read_copy, cursors, layer, ticket, row, in_rows,
+            ROWS, COLS, R, WIDTH, CHECKPOINT, READ_COPY, amax, None, HELD,
+        )  # fmt: skip
+    if SHARED:
+        forget_heads(cursors, slot, before, PROGRAMS)
+    move_if_last(cursors, slot, before, PROGRAMS, ticket.flushes * 0, ticket.flushes + 1, THREADS)

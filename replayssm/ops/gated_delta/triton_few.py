@@ -20,28 +20,21 @@ import triton.language as tl
 from replayssm.ops.gated_delta.triton_in_order import ask, fold_in_order
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, eighths, load_vector, widen
 from replayssm.ops.quantize.layout import reads_words
-from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of, words_times_two
 from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
-    forget_heads,
     hear_head,
-    largest_of_head,
     move_if_last,
     no_offset,
-    tell_head,
 )
 from replayssm.ops.triton_pairs import in_columns, load_for_words, load_part, load_part_of_rows
 from replayssm.ops.triton_rows import (
     LANES,
-    is_exact,
     load_of_records,
     load_parts,
     lone_rows,
-    side_by_side,
-    store_parts,
-    write_state,
+    write_and_move,
 )
 
 
@@ -230,27 +223,10 @@ def few_kernel(
             folded, v_past, held[1], held[2], first_two, keys, first, ring, (g, beta, v, u),
             k_at, tokens.k, K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
-        HELD: tl.constexpr = is_exact(CHECKPOINT)
-        s = side_by_side(parts)
-        pattern, amax = tl.max(magnitude_bits(s)), None
-        if SHARED:
-            tell_head(cursors, slot, head, tile, TILES, pattern)
-        if HELD:
-            store_parts(
-                parts, pattern, checkpoint, cursors, slot, state_row, in_rows,
-                V, K, BV, CHECKPOINT,
-            )  # fmt: skip
-        if SHARED:
-            amax = largest_of_head(cursors, slot, head, TILES, said, THREADS)
-        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
-        if not HELD or READ_COPY is not None:
-            write_state(
-                s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
-                V, K, BV, BK, CHECKPOINT, READ_COPY, amax, None, HELD,
-            )  # fmt: skip
-        if SHARED:
-            forget_heads(cursors, slot, before, TILES * HV)
-        move_if_last(cursors, slot, before, TILES * HV, pos * 0, flushes + 1, THREADS)
+        write_and_move(
+            parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+            V, K, BV, BK, CHECKPOINT, READ_COPY, SHARED, TILES * HV, THREADS,
+        )  # fmt: skip
 
 
 @triton.jit

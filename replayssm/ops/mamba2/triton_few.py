@@ -17,7 +17,6 @@ from replayssm.ops.mamba2.triton_tiles import as_recorded, decay
 from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact
-from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.tiles import (
     factor_of,
     load_codes,
@@ -28,12 +27,9 @@ from replayssm.ops.quantize.tiles import (
 from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
-    forget_heads,
     hear_head,
-    largest_of_head,
     move_if_last,
     no_offset,
-    tell_head,
 )
 from replayssm.ops.triton_pairs import (
     all_parts,
@@ -46,16 +42,13 @@ from replayssm.ops.triton_pairs import (
 )
 from replayssm.ops.triton_rows import (
     LANES,
-    is_exact,
     load_of_records,
     load_parts,
     lone_rows,
     of_record,
     plus_outer,
-    side_by_side,
-    store_parts,
     times,
-    write_state,
+    write_and_move,
 )
 
 
@@ -137,27 +130,10 @@ def few_kernel(
             folded, held, token, ring, slot, head,
             H, G, N, L, RING, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
-        HELD: tl.constexpr = is_exact(CHECKPOINT)
-        s = side_by_side(parts)
-        pattern, amax = tl.max(magnitude_bits(s)), None
-        if SHARED:
-            tell_head(cursors, slot, head, tile, TILES, pattern)
-        if HELD:
-            store_parts(
-                parts, pattern, checkpoint, cursors, slot, state_row, in_rows,
-                P, N, BP, CHECKPOINT,
-            )  # fmt: skip
-        if SHARED:
-            amax = largest_of_head(cursors, slot, head, TILES, said, THREADS)
-        before = count_arrival(cursors, slot, flushes >= 0, THREADS)
-        if not HELD or READ_COPY is not None:
-            write_state(
-                s, checkpoint, read_copy, cursors, layer, ticket, state_row, in_rows,
-                P, N, BP, WIDTH, CHECKPOINT, READ_COPY, amax, None, HELD,
-            )  # fmt: skip
-        if SHARED:
-            forget_heads(cursors, slot, before, TILES * H)
-        move_if_last(cursors, slot, before, TILES * H, pos * 0, flushes + 1, THREADS)
+        write_and_move(
+            parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+            P, N, BP, WIDTH, CHECKPOINT, READ_COPY, SHARED, TILES * H, THREADS,
+        )  # fmt: skip
 
 
 @triton.jit
