@@ -9,7 +9,7 @@ like to compute between loads, and then to wait for some before they ask for oth
 loads in front of it, and a branch that depends on the cursor keeps arithmetic behind it.
 
 Warps that meet wait for the slowest. So every row of the state belongs to one warp, of which eight
-lanes share it, and what a program knows of its records goes through shared memory once; tokens
+lanes share it, and what a program knows of its records goes through shared memory once; vectors
 come from memory in the layout that needs them, which the compiler sees to where they have no more
 elements than the program has threads. Legend: triton_tiles.py.
 """
@@ -93,67 +93,22 @@ def few_kernel(
     pos = tl.load(cursors.pos + slot)
     count = pos.to(tl.int32)
     held = _load_held(
-        read,
-        ring,
-        slot,
-        head,
-        tile,
-        HK,
-        HV,
-        K,
-        V,
-        L,
-        READ,
-        BV,
-        BK,
-        BL,
-        COLUMNS,
-        KEY_COLUMNS,
-        PAIRED,
-    )
+        read, ring, slot, head, tile,
+        HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+    )  # fmt: skip
     at = (out, row, slot, head, tile, count)
     tl.debug_barrier()  # all is asked for
     if not COMMITS:
         _reply(
-            at,
-            token,
-            held,
-            tokens,
-            ring,
-            HK,
-            HV,
-            K,
-            V,
-            L,
-            READ,
-            BV,
-            BK,
-            BL,
-            COLUMNS,
-            KEY_COLUMNS,
-            PAIRED,
-        )
+            at, token, held, tokens, ring,
+            HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+        )  # fmt: skip
     elif count != L - 1:  # and so every thread has the cursor before anyone counts
         before = count_arrival(cursors, slot, True, THREADS)
         _reply(
-            at,
-            token,
-            held,
-            tokens,
-            ring,
-            HK,
-            HV,
-            K,
-            V,
-            L,
-            READ,
-            BV,
-            BK,
-            BL,
-            COLUMNS,
-            KEY_COLUMNS,
-            PAIRED,
-        )
+            at, token, held, tokens, ring,
+            HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+        )  # fmt: skip
         move_if_last(cursors, slot, before, TILES * HV, pos + 1, None, THREADS)
     else:
         flushes = tl.load(cursors.flushes + slot)
@@ -181,43 +136,13 @@ def few_kernel(
             HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
         )  # fmt: skip
         held = _load_held(
-            read,
-            ring,
-            slot,
-            head,
-            tile,
-            HK,
-            HV,
-            K,
-            V,
-            L,
-            READ,
-            BV,
-            BK,
-            BL,
-            COLUMNS,
-            KEY_COLUMNS,
-            PAIRED,
-        )
+            read, ring, slot, head, tile,
+            HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+        )  # fmt: skip
         u = _reply(
-            at,
-            token,
-            held,
-            tokens,
-            ring,
-            HK,
-            HV,
-            K,
-            V,
-            L,
-            READ,
-            BV,
-            BK,
-            BL,
-            COLUMNS,
-            KEY_COLUMNS,
-            PAIRED,
-        )
+            at, token, held, tokens, ring,
+            HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+        )  # fmt: skip
         k_at, _, _, v, g, beta = token
         parts = fold_in_order(
             folded, v_past, held[1], held[2], first_two, keys, first, ring, (g, beta, v, u),
