@@ -307,9 +307,3 @@ def state_columns(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
     """Columns of the state that the decode kernel reads at a time: 128 bytes, or all where K is no
     multiple of that or rows have scales."""
     return part_columns(policy.read_storage, constants["K"], state_width(policy, constants))
-
-
-def value_dtype(storage: Storage) -> torch.dtype:
-    """A dtype that holds every result of `tiles.load_tile`."""
-    plain = storage.format.name in ("fp16", "bf16") and storage.scale == "none"
-    return storage.format.torch_dtype if plain else torch.float32
