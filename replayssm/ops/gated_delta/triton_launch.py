@@ -62,7 +62,8 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Meta-parameters of a launch: they change speed, never what is rounded.
+    """Meta-parameters of a launch: they change speed, and of what is rounded no more than the last
+    bits of FP32 sums.
 
     Attributes:
         block_v: value rows of a state tile, a power of two >= 16.
@@ -72,8 +73,8 @@ class Launch:
         maxnreg: registers a thread may use, so that more programs share a multiprocessor.
         rounded_v: value rows that are rounded at a time where a copy has a scale per head.
         programs: of a `flush`, for each multiprocessor; None: as many as have room for registers.
-        ahead: `decode` asks for all of a ring while the cursor is still on its way, as `step` does
-            where one kernel does it all.
+        ahead: `decode` is the kernel for few rows, which asks for all of a ring while the cursor is
+            still on its way; a `step` in one kernel always is.
     """
 
     block_v: int

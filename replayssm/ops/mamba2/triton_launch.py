@@ -33,7 +33,8 @@ RING_FORMATS = {fmt.torch_dtype: Storage(format=fmt) for fmt in (FP32, FP16, BF1
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Meta-parameters of a launch: they change speed, never what is rounded.
+    """Meta-parameters of a launch: they change speed, and of what is rounded no more than the last
+    bits of FP32 sums.
 
     Attributes:
         heads: runs of rows in a program's tile, of one group and next to each other, a power of
