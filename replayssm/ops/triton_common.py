@@ -234,13 +234,13 @@ def tell_head(cursors, slot, head, tile, TILES: tl.constexpr, pattern):
 
 
 @triton.jit
-def hear_head(cursors, slot, head, TILES: tl.constexpr, listens, THREADS: tl.constexpr):
-    """What the programs of a head have said so far, if `listens`. The first time that is asked,
-    memory has yet to be found: early is better."""
+def hear_head(cursors, slot, head, TILES: tl.constexpr, THREADS: tl.constexpr):
+    """What the programs of a head have said so far. The first time that is asked, memory has yet to
+    be found: early is better."""
     other = tl.arange(0, THREADS)  # one to a thread: only as many warps as have to ask
     tl.static_assert(TILES <= THREADS)
     at = cursors.arrivals + slot * _COUNTERS + 1 + head * TILES + other
-    return tl.load(at, mask=(other < TILES) & listens, other=-0x80000000, volatile=True)
+    return tl.load(at, mask=other < TILES, other=-0x80000000, volatile=True)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def largest_of_head(cursors, slot, head, TILES: tl.constexpr, said, THREADS: tl.
     one after the other, the first would wait for ever.
     """
     while tl.max(said) >= 0:
-        said = hear_head(cursors, slot, head, TILES, True, THREADS)
+        said = hear_head(cursors, slot, head, TILES, THREADS)
     return tl.max(said & 0x7FFFFFFF)
 
 
@@ -265,6 +265,13 @@ def forget_heads(cursors, slot, before, programs):
     if tl.max(before) == programs - 1:
         counter = tl.arange(0, _COUNTERS)
         tl.store(cursors.arrivals + slot * _COUNTERS + counter, 0, mask=counter > 0)
+
+
+@triton.jit
+def later_sums(v):
+    """Sums over the entries of v [A] after each, FP32 [A]."""
+    i = tl.arange(0, v.shape[0])
+    return tl.sum(tl.where(i[None, :] > i[:, None], v[None, :], 0.0), 1)
 
 
 @triton.jit

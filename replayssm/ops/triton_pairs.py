@@ -56,6 +56,26 @@ def load_part_of_rows(
 
 
 @triton.jit
+def load_in_parts(base, COLUMNS: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr):
+    """All of a vector, in parts of so many columns from `load_part`."""
+    parts = ()
+    for start in tl.static_range(0, K, COLUMNS):
+        parts = parts + (load_part(base, start, COLUMNS, K, PAIRED),)
+    return parts
+
+
+@triton.jit
+def load_rows_in_parts(
+    base, row, in_rows, COLUMNS: tl.constexpr, K: tl.constexpr, PAIRED: tl.constexpr
+):
+    """All of rows, in parts of so many columns from `load_part_of_rows`."""
+    parts = ()
+    for start in tl.static_range(0, K, COLUMNS):
+        parts = parts + (load_part_of_rows(base, row, in_rows, start, COLUMNS, K, PAIRED),)
+    return parts
+
+
+@triton.jit
 def in_columns(x, PAIRED: tl.constexpr):
     """A tile [R, C] as it meets what `widen` returns."""
     if PAIRED:

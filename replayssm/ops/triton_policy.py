@@ -12,6 +12,7 @@ from replayssm.formats.block import BlockFormat
 from replayssm.formats.number import FP16, FP32
 from replayssm.formats.quantized import Quantized
 from replayssm.formats.storage import Storage
+from replayssm.ops.triton_common import COUNTERS, interpreted
 from replayssm.policy import PrecisionPolicy
 
 
@@ -36,6 +37,23 @@ def scales_heads(policy: PrecisionPolicy) -> bool:
     """Whether a written copy has a scale per head, which depends on all of the head."""
     formats = (policy.checkpoint.format, policy.read_storage.format)
     return any(isinstance(fmt, BlockFormat) and fmt.tensor_scale for fmt in formats)
+
+
+def shares_heads(policy: PrecisionPolicy, heads: int, tiles: int, cut: str) -> bool:
+    """Whether the programs of a head, one for each of its tiles, wait for each other in a step of
+    one kernel that writes both copies.
+
+    Raises:
+        ValueError: they cannot; `cut` says what made so many tiles.
+    """
+    shared = scales_heads(policy) and tiles > 1
+    if shared and (interpreted() or heads * tiles >= COUNTERS):
+        raise ValueError(
+            f"single: {cut} cuts {heads} heads that have a scale into "
+            f"{tiles} tiles, whose programs wait for each other; allowed are whole heads, and on a "
+            f"GPU less than {COUNTERS} tiles"
+        )
+    return shared
 
 
 def tries_two_scales(policy: PrecisionPolicy) -> bool:

@@ -13,6 +13,7 @@ import triton.language as tl
 from replayssm.formats.block import BlockFormat
 from replayssm.formats.number import FP32
 from replayssm.formats.storage import Storage
+from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import load_codes
@@ -68,6 +69,27 @@ def load_parts(
         at = row * PARTS + part
         parts = parts + (load_codes(read, slot, at, in_rows, V * PARTS, K // PARTS, COLUMNS, READ),)
     return parts
+
+
+@triton.jit
+def load_to_multiply(
+    read, slot, row, in_rows, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """The state as it lies, for products with vectors: words of codes from `load_codes`, or parts
+    from `load_parts`."""
+    if reads_words(READ, COLS):
+        return load_codes(read, slot, row, in_rows, ROWS, COLS, WIDTH, READ)
+    else:
+        return load_parts(read, slot, row, in_rows, ROWS, COLS, COLUMNS, READ)
+
+
+@triton.jit
+def no_token(out, row, tile, head, HEADS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr):
+    """Outputs of a padding row."""
+    value = tile * R + tl.arange(0, R)
+    zeros = tl.zeros([R], tl.float32)
+    tl.store(out + (row * HEADS + head) * ROWS + value, zeros, mask=value < ROWS)
 
 
 @triton.jit
@@ -227,7 +249,8 @@ def write_and_move(
     """End of a step that folds, where every tile of a row has a program of one launch: write a
     tile's folded parts into both copies, and move the row's cursor if all others have counted.
 
-    `said`: of `hear_head`. A checkpoint that needs no scale is stored while the others are heard.
+    `said`: of `hear_head`, if SHARED. A checkpoint that needs no scale is stored while the others
+    are heard.
     """
     TILES: tl.constexpr = (ROWS + R - 1) // R
     HELD: tl.constexpr = is_exact(CHECKPOINT)

@@ -38,21 +38,19 @@ from replayssm.ops.gated_delta.triton_launch import (
     state_width,
     token_argument,
 )
-from replayssm.ops.gated_delta.triton_step import no_token, step_due_kernel
+from replayssm.ops.gated_delta.triton_step import step_due_kernel
 from replayssm.ops.gated_delta.triton_token import one_token
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
-    COUNTERS,
     Cursors,
-    interpreted,
     list_due,
     precision_of,
     resident_programs,
 )
 from replayssm.ops.triton_inputs import compiled_in
 from replayssm.ops.triton_pairs import in_pairs
-from replayssm.ops.triton_policy import check_copies, scales_heads
-from replayssm.ops.triton_rows import folded_columns, line_columns
+from replayssm.ops.triton_policy import check_copies, shares_heads
+from replayssm.ops.triton_rows import folded_columns, line_columns, no_token
 from replayssm.policy import PrecisionPolicy
 
 
@@ -224,13 +222,8 @@ def _few(
     """`decode`, or, given both copies, `step` in one kernel."""
     commits = copies[0] is not None
     tiles = launch.tiles(constants)
-    shared = commits and scales_heads(policy) and tiles > 1
-    if shared and (interpreted() or constants["HV"] * tiles >= COUNTERS):
-        raise ValueError(
-            f"single: block_v {launch.block_v} cuts {constants['HV']} heads that have a scale into "
-            f"{tiles} tiles, whose programs wait for each other; allowed are whole heads, and on a "
-            f"GPU less than {COUNTERS} tiles"
-        )
+    cut = f"block_v {launch.block_v}"
+    shared = commits and shares_heads(policy, constants["HV"], tiles, cut)
     written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
     columns, width = line_columns(8 * ring.k.element_size()), state_width(policy, constants)
     tokens = compiled_in(token_argument(inputs))

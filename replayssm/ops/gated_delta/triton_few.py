@@ -20,20 +20,29 @@ import triton.language as tl
 from replayssm.ops.gated_delta.triton_in_order import ask, fold_in_order
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, eighths, load_vector, widen
 from replayssm.ops.quantize.layout import reads_words
-from replayssm.ops.quantize.tiles import factor_of, load_codes, unscaled_of, words_times_two
+from replayssm.ops.quantize.tiles import factor_of, unscaled_of, words_times_two
 from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
     hear_head,
+    later_sums,
     move_if_last,
     no_offset,
 )
-from replayssm.ops.triton_pairs import in_columns, load_for_words, load_part, load_part_of_rows
+from replayssm.ops.triton_pairs import (
+    in_columns,
+    load_for_words,
+    load_part,
+    load_part_of_rows,
+    load_rows_in_parts,
+)
 from replayssm.ops.triton_rows import (
     LANES,
     load_of_records,
     load_parts,
+    load_to_multiply,
     lone_rows,
+    no_token,
     write_and_move,
 )
 
@@ -85,10 +94,8 @@ def few_kernel(
         HK, HV, K, V, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
     )  # fmt: skip
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
-    value = tile * BV + tl.arange(0, BV)
     if slot < 0:
-        zero = tl.zeros([BV], tl.float32)
-        tl.store(out + (row * HV + head) * V + value, zero, mask=value < V)
+        no_token(out, row, tile, head, HV, V, BV)
         return
     pos = tl.load(cursors.pos + slot)
     count = pos.to(tl.int32)
@@ -114,6 +121,7 @@ def few_kernel(
         flushes = tl.load(cursors.flushes + slot)
         sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
         ticket = Ticket(row.to(tl.int32), slot, count + 1, flushes, sequence, seed)
+        value = tile * BV + tl.arange(0, BV)
         in_rows = None if V % BV == 0 else value < V
         state_row = head * V + value
         folded = load_parts(checkpoint, slot, state_row, in_rows, V, K, FOLDED, CHECKPOINT)
@@ -122,12 +130,13 @@ def few_kernel(
         v_past, first_two = None, None
         if ring.v is not None:
             v_past = load_of_records(ring.v + first * V, tile, V, L, BV, BL).to(tl.float32)
-            PARTS: tl.constexpr = (K + FOLDED - 1) // FOLDED
             first_two = (
-                ask(keys, first, ring, 0, K, L, FOLDED, PARTS, PAIRED),
-                ask(keys, first, ring, 1, K, L, FOLDED, PARTS, PAIRED),
+                ask(keys, first, ring, 0, K, L, FOLDED, PAIRED),
+                ask(keys, first, ring, 1, K, L, FOLDED, PAIRED),
             )
-        said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
+        said = None
+        if SHARED:
+            said = hear_head(cursors, slot, head, TILES, THREADS)
         tl.debug_barrier()
         # Once more, from the cache: what both ways use would be unpacked before they part, and so
         # every program would wait for it before it counts.
@@ -199,17 +208,11 @@ def _load_held(
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     first = (slot * HV + head) * L  # this head's oldest record
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
-    old_keys = ()
-    for start in tl.static_range(0, K, KEY_COLUMNS):
-        part = load_part_of_rows(keys, record, record < L, start, KEY_COLUMNS, K, PAIRED)
-        old_keys = old_keys + (part,)
+    old_keys = load_rows_in_parts(keys, record, record < L, KEY_COLUMNS, K, PAIRED)
     u_past = load_of_records(ring.u + first * V, tile, V, L, BV, BL)
     g_past = tl.load(ring.g + first + record, mask=record < L, other=0.0)
     in_rows = None if V % BV == 0 else value < V
-    if reads_words(READ, K):
-        state = load_codes(read, slot, head * V + value, in_rows, V, K, BK, READ)
-    else:
-        state = load_parts(read, slot, head * V + value, in_rows, V, K, COLUMNS, READ)
+    state = load_to_multiply(read, slot, head * V + value, in_rows, V, K, BK, COLUMNS, READ)
     return old_keys, u_past, g_past, state
 
 
@@ -276,8 +279,7 @@ def _answer(
             with_q += old[i] * q[i]
     weights = tl.sum(tl.join(with_k, with_q), 1)  # [BL, 2]
     counted = tl.where(record < count, g_past, 0.0)
-    later = record[None, :] > record[:, None]
-    since = tl.sum(tl.where(later, counted[None, :], 0.0), 1) + g  # log decays since each record
+    since = later_sums(counted) + g  # log decays since each record
     weights = tl.where((record < count)[:, None], weights * decay(since, 0.0)[:, None], 0.0)
     u_past = tl.where((record < count)[None, :], u_past, 0.0)
     past = u_past[:, :, None] * weights[None, :, :]  # [BV, BL, 2]

@@ -41,6 +41,7 @@ from replayssm.ops.triton_common import (
     halves_of,
     list_due,
     load_ticket,
+    precision_of,
     resident_programs,
 )
 from replayssm.ops.triton_policy import scales_heads
@@ -95,7 +96,6 @@ def flush_kernel(
     CHECKPOINT: tl.constexpr,
     READ_COPY: tl.constexpr,
     WHOLE: tl.constexpr,  # a copy has a scale per head
-    KEYS: tl.constexpr,
     FULL: tl.constexpr,
     EXACT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -250,12 +250,13 @@ def _combine(
         return None, None
     size = mixes_size(constants["BK"], constants["BL"])
     mixes = torch.empty(heads * size, dtype=torch.float32, device=due.device)
-    names = ("HK", "HV", "K", "L", "KEYS", "FULL", "BK", "BL")
+    names = ("HK", "HV", "K", "L", "FULL", "BK", "BL")
     combine_kernel[(min(heads, resident_programs(due.device, 16)),)](
         ring,
         due,
         mixes,
         **{name: constants[name] for name in names},
+        KEYS=precision_of(ring.k.dtype, ring.k.dtype),
         num_warps=1,
         enable_fp_fusion=fused,
     )

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, widen
 from replayssm.ops.quantize.tiles import values_of
-from replayssm.ops.triton_pairs import all_parts, in_columns, load_part
+from replayssm.ops.triton_common import later_sums
+from replayssm.ops.triton_pairs import all_parts, in_columns, load_in_parts
 from replayssm.ops.triton_rows import of_record, plus_outer, times
 
 
@@ -24,41 +25,39 @@ def fold_in_order(
 
     Of a ring's L - 1 older records: v or, where u is not solved for, u [BV, BL], log decays [BL],
     keys at `keys`, and `first`, the number of the oldest; `first_two`, where u is solved for, are
-    asked for already. The newest is a token's that was loaded
-    from `source`, its key at `k_at`, its g, beta, v and u in `newest`. Where u is solved for, two
-    records at a time: the state meets both keys before either is folded, and what the second misses
-    of the first is the product of their keys.
+    asked for already. The newest is a token's that was loaded from `source`, its key at `k_at`, its
+    g, beta, v and u in `newest`. Where u is solved for, two records at a time: the state meets both
+    keys before either is folded, and what the second misses of the first is the product of their
+    keys.
     """
     PARTS: tl.constexpr = len(loaded)
     g, beta, v, u = newest
     parts = ()
     for part in tl.static_range(PARTS):
         parts = parts + in_columns(values_of(loaded[part], K // PARTS, COLUMNS, CHECKPOINT), PAIRED)
-    k = _load_key(k_at, source, ring.k, K, COLUMNS, PARTS, PAIRED)
+    k = _widen_all(load_in_parts(k_at, COLUMNS, K, PAIRED), source, ring.k)
     if ring.v is None:
         record = tl.arange(0, g_past.shape[0])
         g_past = tl.where(record < L - 1, g_past, 0.0)
-        later = record[None, :] > record[:, None]
-        since = tl.sum(tl.where(later, g_past[None, :], 0.0), 1) + g
-        us = u_past * decay(since, 0.0)[None, :]
+        us = u_past * decay(later_sums(g_past) + g, 0.0)[None, :]
         parts = times(parts, decay(tl.sum(g_past, 0) + g, 0.0))
         for j in tl.range(L - 1):
-            old = _load_key(keys + j * K, ring.k, ring.k, K, COLUMNS, PARTS, PAIRED)
-            parts = plus_outer(parts, of_record(us, j), old)
+            old = load_in_parts(keys + j * K, COLUMNS, K, PAIRED)
+            parts = plus_outer(parts, of_record(us, j), _widen_all(old, ring.k, ring.k))
         parts = plus_outer(parts, u, k)
     else:
         v = as_held(v, source, ring.v)
         ahead, ahead_after = first_two
         for i in tl.range((L - 1) // 2):
             old, after = ahead, ahead_after
-            ahead = ask(keys, first, ring, 2 * i + 2, K, L, COLUMNS, PARTS, PAIRED)
-            ahead_after = ask(keys, first, ring, 2 * i + 3, K, L, COLUMNS, PARTS, PAIRED)
+            ahead = ask(keys, first, ring, 2 * i + 2, K, L, COLUMNS, PAIRED)
+            ahead_after = ask(keys, first, ring, 2 * i + 3, K, L, COLUMNS, PAIRED)
             parts = _fold_two(
                 parts, _old(old, ring, of_record(v_past, 2 * i)),
                 _old(after, ring, of_record(v_past, 2 * i + 1)),
             )  # fmt: skip
         if L % 2 == 0:
-            old = ask(keys, first, ring, L - 2, K, L, COLUMNS, PARTS, PAIRED)
+            old = ask(keys, first, ring, L - 2, K, L, COLUMNS, PAIRED)
             old = _old(old, ring, of_record(v_past, L - 2))
             parts = _fold_two(parts, old, (k, decay(g, 0.0), beta, v))
         else:
@@ -71,14 +70,11 @@ def fold_in_order(
 @triton.jit
 def ask(
     keys, first, ring, j,
-    K: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Key, log decay and write strength of record j, or of the last, as they lie."""
     j = tl.minimum(j, L - 1)
-    parts = ()
-    for part in tl.static_range(PARTS):
-        parts = parts + (load_part(keys + j * K, part * COLUMNS, COLUMNS, K, PAIRED),)
+    parts = load_in_parts(keys + j * K, COLUMNS, K, PAIRED)
     return parts, tl.load(ring.g + first + j), tl.load(ring.beta + first + j)
 
 
@@ -86,23 +82,16 @@ def ask(
 def _old(asked, ring, v):
     """Key, decay, write strength and v of a record that was asked for."""
     raw, g, beta = asked
-    k = ()
-    for part in tl.static_range(len(raw)):
-        k = k + widen(raw[part], ring.k, ring.k)
-    return k, decay(g, 0.0), beta, v
+    return _widen_all(raw, ring.k, ring.k), decay(g, 0.0), beta, v
 
 
 @triton.jit
-def _load_key(
-    at, source, ring_k,
-    K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
+def _widen_all(raw, source, ring_k):
     """A key, FP32, as parts of the state meet it."""
-    parts = ()
-    for part in tl.static_range(PARTS):
-        x = load_part(at, part * COLUMNS, COLUMNS, K, PAIRED)
-        parts = parts + widen(x, source, ring_k)
-    return parts
+    k = ()
+    for part in tl.static_range(len(raw)):
+        k = k + widen(raw[part], source, ring_k)
+    return k
 
 
 @triton.jit

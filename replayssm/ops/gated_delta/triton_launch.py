@@ -255,7 +255,6 @@ def folding(
         "BK": state_width(policy, constants),
         **pieces(policy.checkpoint, constants, 64 if scales_heads(policy) else 32),
         "WHOLE": scales_heads(policy),
-        "KEYS": precision_of(ring.k.dtype, ring.k.dtype),
         "FULL": precision_of(ring.u.dtype, ring.k.dtype),
         "EXACT": "ieee" if interpreted() else "tf32_terms",
     }

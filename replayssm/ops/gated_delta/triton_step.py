@@ -29,7 +29,6 @@ def step_due_kernel(
     PRODUCTS: tl.constexpr,
     CHECKPOINT: tl.constexpr,
     WHOLE: tl.constexpr,
-    KEYS: tl.constexpr,
     FULL: tl.constexpr,
     EXACT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -61,10 +60,3 @@ def step_due_kernel(
             HK, HV, K, V, L, CHECKPOINT, None, WHOLE, FULL, EXACT,
             PIECES, PIECE, BV, FOLDED, ROUNDED, BK, BL,
         )  # fmt: skip
-
-
-@triton.jit
-def no_token(out, row, tile, head, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Outputs of a padding row."""
-    value = tile * BV + tl.arange(0, BV)
-    tl.store(out + (row * HV + head) * V + value, tl.zeros([BV], tl.float32), mask=value < V)

@@ -27,16 +27,15 @@ from replayssm.ops.quantize.layout import reads_words
 from replayssm.ops.quantize.operand import has_groups
 from replayssm.ops.quantize.tiles import (
     factor_of,
-    load_codes,
     load_eighths,
     times_vector,
     unscaled_of,
 )
-from replayssm.ops.triton_rows import load_parts
+from replayssm.ops.triton_rows import load_to_multiply
 
 
 @triton.jit
-def load_for_keys(
+def _load_for_keys(
     k_at, q_at, K: tl.constexpr, PRODUCTS: tl.constexpr, BL: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """k and q as the ring's keys meet them."""
@@ -51,7 +50,7 @@ def load_for_keys(
 
 
 @triton.jit
-def load_for_state(
+def _load_for_state(
     k_at, q_at, of_keys,
     K: tl.constexpr, READ: tl.constexpr, PRODUCTS: tl.constexpr,
     BK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -115,12 +114,8 @@ def one_token(
     value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
     in_v = value < V
     in_rows = None if V % BV == 0 else in_v
-    WORDS: tl.constexpr = reads_words(READ, K)
     state_row = head * V + value
-    if WORDS:
-        state = load_codes(read, slot, state_row, in_rows, V, K, BK, READ)
-    else:
-        state = load_parts(read, slot, state_row, in_rows, V, K, COLUMNS, READ)
+    state = load_to_multiply(read, slot, state_row, in_rows, V, K, BK, COLUMNS, READ)
     key_head = head // (HV // HK)
     k_at = tokens.k + row * tokens.k_row + key_head * K
     q_at = tokens.q + row * tokens.q_row + key_head * K
@@ -134,10 +129,10 @@ def one_token(
     first = (slot * HV + head) * L  # this head's oldest record
     newest = record == count
     if PRODUCTS is None:
-        old_keys = load_old(keys, record, past, K, KEY_COLUMNS)
+        old_keys = _load_old(keys, record, past, K, KEY_COLUMNS)
     else:
         old_keys = load_keys(keys, k_at, record, past, newest, K)
-    of_keys = load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
+    of_keys = _load_for_keys(k_at, q_at, K, PRODUCTS, BL, KEY_COLUMNS)
     u_past = load_rows(ring.u + first * V, record, V, past, value, in_v)  # [BL, BV]
     g_past = tl.load(ring.g + first + record, mask=past, other=0.0)  # [BL]
     if not READS_BACK:
@@ -175,11 +170,11 @@ def _answer(
     # Where it is needed: it is in the cache.
     k_at = tokens.k + row * tokens.k_row + head // (HV // HK) * K
     q_at = tokens.q + row * tokens.q_row + head // (HV // HK) * K
-    of_state = load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
+    of_state = _load_for_state(k_at, q_at, of_keys, K, READ, PRODUCTS, BK, COLUMNS)
     if reads_words(READ, K) and PRODUCTS is not None and has_groups(READ, K):
         both = words_times(state, of_state, K, READ, PRODUCTS)
     elif reads_words(READ, K):
-        k_parts = held_parts(of_state[0], tokens.k, ring.k)
+        k_parts = _held_parts(of_state[0], tokens.k, ring.k)
         with_k = times_vector(state, k_parts, K, BK, READ)
         with_q = times_vector(state, of_state[1], K, BK, READ)
         both = tl.join(with_k, with_q)  # [BV, 2]
@@ -220,7 +215,7 @@ def _answer(
 
 
 @triton.jit
-def load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_old(keys, record, asked, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Keys as they lie, in parts [BL, COLUMNS]."""
     parts = ()
     for start in tl.static_range(0, K, COLUMNS):
@@ -262,7 +257,7 @@ def _parts_times(
 
 
 @triton.jit
-def held_parts(parts, source, ring):
+def _held_parts(parts, source, ring):
     """`as_held` of the eight vectors of `load_eighths`."""
     return (
         as_held(parts[0], source, ring),

@@ -9,7 +9,6 @@ Legend: triton_tiles.py.
 import triton
 import triton.language as tl
 
-from replayssm.ops.gated_delta.triton_step import no_token
 from replayssm.ops.gated_delta.triton_tiles import as_held, load_rows
 from replayssm.ops.kimi_delta.triton_past import (
     load_past,
@@ -24,6 +23,7 @@ from replayssm.ops.kimi_delta.triton_state import (
     load_state,
     state_times,
 )
+from replayssm.ops.triton_rows import no_token
 
 
 @triton.jit

@@ -36,16 +36,14 @@ from replayssm.ops.mamba2.triton_token import (
 )
 from replayssm.ops.quantize.layout import stored
 from replayssm.ops.triton_common import (
-    COUNTERS,
     Cursors,
     bound,
-    interpreted,
     list_due,
     load_ticket,
 )
 from replayssm.ops.triton_inputs import compiled_in
 from replayssm.ops.triton_pairs import in_pairs
-from replayssm.ops.triton_policy import check_copies, scales_heads
+from replayssm.ops.triton_policy import check_copies, shares_heads
 from replayssm.ops.triton_rows import folded_columns, line_columns, part_columns
 from replayssm.policy import PrecisionPolicy
 
@@ -220,9 +218,9 @@ def _decode(
     rows = inputs.x.shape[0]
     sizes = triton_launch.sizes(read, ring, cursors, inputs, tokens=1)
     launch = launch or triton_launch.default_launch("decode", policy, sizes, rows)
-    out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     if launch.eager:
         return _few(read, ring, policy, cursors, inputs, launch, sizes)
+    out = torch.empty(inputs.x.shape, dtype=torch.float32, device=inputs.x.device)
     tiles = triton_launch.tiles(sizes, launch)
     decode_kernel[(tiles, rows)](
         cursors.slots,
@@ -265,13 +263,8 @@ def _few(
         raise ValueError(f"heads {launch.heads} in a tile of the kernel for few rows; allowed is 1")
     commits = copies[0] is not None
     tiles = triton.cdiv(sizes["P"], launch.tile(sizes)["BP"])
-    shared = commits and scales_heads(policy) and tiles > 1
-    if shared and (interpreted() or sizes["H"] * tiles >= COUNTERS):
-        raise ValueError(
-            f"single: block_p {launch.block_p} cuts {sizes['H']} heads that have a scale into "
-            f"{tiles} tiles, whose programs wait for each other; allowed are whole heads, and on a "
-            f"GPU less than {COUNTERS} tiles"
-        )
+    cut = f"block_p {launch.block_p}"
+    shared = commits and shares_heads(policy, sizes["H"], tiles, cut)
     written = (policy.checkpoint, policy.read_copy) if commits else (None, None)
     reading = triton_launch.reading(read)
     width = triton_launch.width(sizes, read, *copies)

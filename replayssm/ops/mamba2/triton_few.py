@@ -19,7 +19,6 @@ from replayssm.ops.quantize.packing import decode_elements, encode_elements
 from replayssm.ops.quantize.rounding import fact
 from replayssm.ops.quantize.tiles import (
     factor_of,
-    load_codes,
     unscaled_of,
     values_of,
     words_times_one,
@@ -28,6 +27,7 @@ from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
     hear_head,
+    later_sums,
     move_if_last,
     no_offset,
 )
@@ -37,14 +37,17 @@ from replayssm.ops.triton_pairs import (
     halves,
     in_columns,
     load_for_words,
+    load_in_parts,
     load_part,
-    load_part_of_rows,
+    load_rows_in_parts,
 )
 from replayssm.ops.triton_rows import (
     LANES,
     load_of_records,
     load_parts,
+    load_to_multiply,
     lone_rows,
+    no_token,
     of_record,
     plus_outer,
     times,
@@ -81,9 +84,8 @@ def few_kernel(
         H, P, G, N, READ, D_PER_CHANNEL, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
     )  # fmt: skip
     tl.debug_barrier()  # the compiler would ask for the token behind the branch
-    p = tile * BP + tl.arange(0, BP)
     if slot < 0:
-        tl.store(out + (row * H + head) * P + p, tl.zeros([BP], tl.float32), mask=p < P)
+        no_token(out, row, tile, head, H, P, BP)
         return
     pos = tl.load(cursors.pos + slot)
     count = pos.to(tl.int32)
@@ -109,10 +111,13 @@ def few_kernel(
         flushes = tl.load(cursors.flushes + slot)
         sequence, seed = tl.load(cursors.sequence + slot), tl.load(cursors.seed + slot)
         ticket = Ticket(row.to(tl.int32), slot, count + 1, flushes, sequence, seed)
+        p = tile * BP + tl.arange(0, BP)
         in_rows = None if P % BP == 0 else p < P
         state_row = head * P + p
         folded = load_parts(checkpoint, slot, state_row, in_rows, P, N, FOLDED, CHECKPOINT)
-        said = hear_head(cursors, slot, head, TILES, SHARED, THREADS)
+        said = None
+        if SHARED:
+            said = hear_head(cursors, slot, head, TILES, THREADS)
         tl.debug_barrier()
         token = _load_token(
             tokens, A, row, head, tile, 0,
@@ -149,10 +154,8 @@ def _load_token(
     B_at = tokens.B + row * tokens.B_row + group * N
     C_at = tokens.C + row * tokens.C_row + group * N
     same = tl.zeros([BL], tl.int32)  # all records meet the same row
-    of_records, of_state = (), ()
-    for start in tl.static_range(0, N, RECORD_COLUMNS):
-        part = load_part_of_rows(C_at, same, same == 0, start, RECORD_COLUMNS, N, PAIRED)
-        of_records = of_records + (part,)
+    of_records = load_rows_in_parts(C_at, same, same == 0, RECORD_COLUMNS, N, PAIRED)
+    of_state = ()
     if reads_words(READ, N):
         of_state = (
             load_for_words(B_at, N, WIDTH, PAIRED), load_for_words(C_at, N, WIDTH, PAIRED),
@@ -185,17 +188,11 @@ def _load_held(
     x [BP, BL] and dt [BL], and the state, words of codes or parts."""
     p, record = tile * BP + tl.arange(0, BP), tl.arange(0, BL)
     ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
-    old_B = ()
-    for start in tl.static_range(0, N, RECORD_COLUMNS):
-        part = load_part_of_rows(ring_B, record, record < L, start, RECORD_COLUMNS, N, PAIRED)
-        old_B = old_B + (part,)
+    old_B = load_rows_in_parts(ring_B, record, record < L, RECORD_COLUMNS, N, PAIRED)
     old_x = load_of_records(ring.x + slot * ring.x_slot + head * (L * P), tile, P, L, BP, BL)
     old_dt = tl.load(ring.dt + slot * ring.dt_slot + head * L + record, mask=record < L, other=0.0)
     in_rows = None if P % BP == 0 else p < P
-    if reads_words(READ, N):
-        state = load_codes(read, slot, head * P + p, in_rows, P, N, WIDTH, READ)
-    else:
-        state = load_parts(read, slot, head * P + p, in_rows, P, N, COLUMNS, READ)
+    state = load_to_multiply(read, slot, head * P + p, in_rows, P, N, WIDTH, COLUMNS, READ)
     return old_B, old_x, old_dt, state
 
 
@@ -253,8 +250,7 @@ def _answer(
             met += B[i] * C[i]
     counted = tl.where(past, old_dt, 0.0)
     decays = rate * counted
-    later = record[None, :] > record[:, None]
-    since = tl.sum(tl.where(later, decays[None, :], 0.0), 1) + rate * dt
+    since = later_sums(decays) + rate * dt
     weights = tl.where(past, tl.sum(met, 1) * counted * decay(since, 0.0), 0.0)  # [BL]
     xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
     from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, LANES, BL // LANES]), 2)
@@ -324,22 +320,21 @@ def _fold(
     record = tl.arange(0, old_dt.shape[0])
     past = record < L - 1
     dt = tl.where(past, old_dt, 0.0)
-    later = record[None, :] > record[:, None]
-    since = tl.sum(tl.where(later, (rate * dt)[None, :], 0.0), 1) + rate * dt_new
+    since = later_sums(rate * dt) + rate * dt_new
     xs = decode_elements(old_x, FORMAT, False) * (dt * decay(since, 0.0))[None, :]
     parts, B_new = (), ()
+    given = load_in_parts(B_at, COLUMNS, N, PAIRED)
     for part in tl.static_range(PARTS):
         parts = parts + in_columns(values_of(loaded[part], N // PARTS, COLUMNS, CHECKPOINT), PAIRED)
-        given = _given(load_part(B_at, part * COLUMNS, COLUMNS, N, PAIRED), PAIRED)
-        for i in tl.static_range(len(given)):
-            B_new = B_new + (_as_recorded(given[i], RING, PAIRED),)
+        new = _given(given[part], PAIRED)
+        for i in tl.static_range(len(new)):
+            B_new = B_new + (_as_recorded(new[i], RING, PAIRED),)
     parts = times(parts, decay(tl.sum(rate * dt, 0) + rate * dt_new, 0.0))
     ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
     for j in tl.range(L - 1):
-        B = ()
+        codes, B = load_in_parts(ring_B + j * N, COLUMNS, N, PAIRED), ()
         for part in tl.static_range(PARTS):
-            codes = load_part(ring_B + j * N, part * COLUMNS, COLUMNS, N, PAIRED)
-            B = B + _recorded(codes, RING, PAIRED)
+            B = B + _recorded(codes[part], RING, PAIRED)
         parts = plus_outer(parts, of_record(xs, j), B)
     parts = plus_outer(parts, as_recorded(x_new, RING) * dt_new, B_new)
     return all_parts(parts, PARTS)
