@@ -268,13 +268,6 @@ def forget_heads(cursors, slot, before, programs):
 
 
 @triton.jit
-def later_sums(v):
-    """Sums over the entries of v [A] after each, FP32 [A]."""
-    i = tl.arange(0, v.shape[0])
-    return tl.sum(tl.where(i[None, :] > i[:, None], v[None, :], 0.0), 1)
-
-
-@triton.jit
 def prefix_sums(v):
     """Sums over the first 1 ... A rows of v [A, C], FP32 [A, C].
 

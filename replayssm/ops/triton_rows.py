@@ -13,7 +13,7 @@ import triton.language as tl
 from replayssm.formats.block import BlockFormat
 from replayssm.formats.number import FP32
 from replayssm.formats.storage import Storage
-from replayssm.ops.quantize.layout import reads_words
+from replayssm.ops.quantize.layout import reads_words, scales_of
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import load_codes
@@ -97,33 +97,6 @@ def lone_rows(tile, R: tl.constexpr):
     """The rows of a tile, [R], which the compiler does not know to follow each other: it would give
     neighbours to neighbouring lanes, and not to the warps whose rows they are."""
     return ((tile * R + tl.arange(0, R)) << 1) >> 1
-
-
-@triton.jit
-def load_of_records(
-    base, tile, ROWS: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr
-):
-    """What all L records of a head, ROWS elements apart, hold for the rows of a tile, [R, BL]; to
-    eight lanes two of 16."""
-    row = lone_rows(tile, R)
-    if BL == 2 * LANES:
-        even = _load_records(base, row, 2 * tl.arange(0, LANES), ROWS, L)
-        odd = _load_records(base, row, 2 * tl.arange(0, LANES) + 1, ROWS, L)
-        return tl.reshape(tl.join(even, odd), [R, BL])
-    else:
-        return _load_records(base, row, tl.arange(0, BL), ROWS, L)
-
-
-@triton.jit
-def _load_records(base, row, record, ROWS: tl.constexpr, L: tl.constexpr):
-    at = base + record[:, None] * ROWS + row[None, :]
-    return tl.trans(tl.load(at, mask=(record < L)[:, None] & (row < ROWS)[None, :], other=0))
-
-
-@triton.jit
-def of_record(x, j):
-    """Column j of x [R, records], which few lanes share; the others may be anything."""
-    return tl.sum(tl.where((tl.arange(0, x.shape[1]) == j)[None, :], x, 0.0), 1)
 
 
 @triton.jit
@@ -238,16 +211,35 @@ def write_state(
 
 
 @triton.jit
+def tell_tile(
+    parts, cursors, slot, head, tile, state,
+    ROWS: tl.constexpr, R: tl.constexpr, READ: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """A folded tile's parts, all of it, and the pattern of its largest magnitude, which, if SHARED,
+    the other programs of its head are told. A program that has heard all may write a scale that is
+    read with `state`, the tile as `load_to_multiply` loaded it: it is here before this one tells,
+    even if all else of an answer comes later."""
+    s = side_by_side(parts)
+    largest = tl.max(magnitude_bits(s), 1)
+    if SHARED and scales_of(READ) == "nvfp4":
+        largest |= state[2].to(tl.int32, bitcast=True) >> 31  # 0: scales are positive
+    pattern = tl.max(largest)
+    if SHARED:
+        tell_head(cursors, slot, head, tile, (ROWS + R - 1) // R, pattern)
+    return parts, s, pattern
+
+
+@triton.jit
 def write_and_move(
-    parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+    folded, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
     ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
     CHECKPOINT: tl.constexpr, READ_COPY: tl.constexpr,
     SHARED: tl.constexpr,  # a copy has a scale for more rows than a tile has
     PROGRAMS: tl.constexpr,  # of a row
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """End of a step that folds, where every tile of a row has a program of one launch: write a
-    tile's folded parts into both copies, and move the row's cursor if all others have counted.
+    """End of a step that folds, where every tile of a row has a program of one launch: write what
+    `tell_tile` returned into both copies, and move the row's cursor if all others have counted.
 
     `said`: of `hear_head`, if SHARED. A checkpoint that needs no scale is stored while the others
     are heard.
@@ -256,10 +248,8 @@ def write_and_move(
     HELD: tl.constexpr = is_exact(CHECKPOINT)
     slot, value = ticket.slot, tile * R + tl.arange(0, R)
     row, in_rows = head * ROWS + value, None if ROWS % R == 0 else value < ROWS
-    s = side_by_side(parts)
-    pattern, amax = tl.max(magnitude_bits(s)), None
-    if SHARED:
-        tell_head(cursors, slot, head, tile, TILES, pattern)
+    parts, s, pattern = folded
+    amax = None
     if HELD:
         store_parts(
             parts, pattern, checkpoint, cursors, slot, row, in_rows, ROWS, COLS, R, CHECKPOINT

@@ -25,7 +25,6 @@ from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
     hear_head,
-    later_sums,
     move_if_last,
     no_offset,
 )
@@ -36,13 +35,22 @@ from replayssm.ops.triton_pairs import (
     load_part_of_rows,
     load_rows_in_parts,
 )
+from replayssm.ops.triton_records import (
+    dealt,
+    first_of,
+    last_first,
+    later_sums,
+    load_numbers,
+    load_of_records,
+    sum_of,
+)
 from replayssm.ops.triton_rows import (
     LANES,
-    load_of_records,
     load_parts,
     load_to_multiply,
     lone_rows,
     no_token,
+    tell_tile,
     write_and_move,
 )
 
@@ -83,6 +91,8 @@ def few_kernel(
     """
     COMMITS: tl.constexpr = CHECKPOINT is not None
     TILES: tl.constexpr = (V + BV - 1) // BV  # the grid's size costs a trip to memory
+    # A flush answers while it waits for its head's others, if its u does not come of the answer.
+    LATE: tl.constexpr = SHARED and ring.v is not None
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot_at = slots + row
     slot = tl.load(slot_at).to(tl.int64)
@@ -148,17 +158,25 @@ def few_kernel(
             read, ring, slot, head, tile,
             HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
         )  # fmt: skip
-        u = _reply(
-            at, token, held, tokens, ring,
-            HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
-        )  # fmt: skip
         k_at, _, _, v, g, beta = token
+        u = None
+        if not LATE:
+            u = _reply(
+                at, token, held, tokens, ring,
+                HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+            )  # fmt: skip
         parts = fold_in_order(
-            folded, v_past, held[1], held[2], first_two, keys, first, ring, (g, beta, v, u),
+            folded, v_past, held[1], held[2], first_two, keys, first, ring, (g, beta, v), u,
             k_at, tokens.k, K, L, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
+        tile_folded = tell_tile(parts, cursors, slot, head, tile, held[3], V, BV, READ, SHARED)
+        if LATE:
+            _reply(
+                at, token, held, tokens, ring,
+                HK, HV, K, V, L, READ, BV, BK, BL, COLUMNS, KEY_COLUMNS, PAIRED,
+            )  # fmt: skip
         write_and_move(
-            parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+            tile_folded, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
             V, K, BV, BK, CHECKPOINT, READ_COPY, SHARED, TILES * HV, THREADS,
         )  # fmt: skip
 
@@ -205,12 +223,12 @@ def _load_held(
 ):  # fmt: skip
     """What a slot holds for an answer, as it lies: keys of all L records in parts [BL, columns],
     their u [BV, BL] and g [BL], and the state, words of codes or parts."""
-    value, record = tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    value, record = tile * BV + tl.arange(0, BV), last_first(BL)
     first = (slot * HV + head) * L  # this head's oldest record
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
     old_keys = load_rows_in_parts(keys, record, record < L, KEY_COLUMNS, K, PAIRED)
     u_past = load_of_records(ring.u + first * V, tile, V, L, BV, BL)
-    g_past = tl.load(ring.g + first + record, mask=record < L, other=0.0)
+    g_past = load_numbers(ring.g + first, L, BL)
     in_rows = None if V % BV == 0 else value < V
     state = load_to_multiply(read, slot, head * V + value, in_rows, V, K, BK, COLUMNS, READ)
     return old_keys, u_past, g_past, state
@@ -267,7 +285,7 @@ def _answer(
     """
     _, of_keys, of_state, v, g, beta = token
     old_keys, u_past, g_past, state = held
-    record = tl.arange(0, BL)
+    record = last_first(BL)
     EACH: tl.constexpr = KEY_COLUMNS // 2 if PAIRED else KEY_COLUMNS
     with_k, with_q = tl.zeros([BL, EACH], tl.float32), tl.zeros([BL, EACH], tl.float32)
     for part in tl.static_range(len(old_keys)):
@@ -278,14 +296,14 @@ def _answer(
             with_k += old[i] * k[i]
             with_q += old[i] * q[i]
     weights = tl.sum(tl.join(with_k, with_q), 1)  # [BL, 2]
-    counted = tl.where(record < count, g_past, 0.0)
-    since = later_sums(counted) + g  # log decays since each record
-    weights = tl.where((record < count)[:, None], weights * decay(since, 0.0)[:, None], 0.0)
-    u_past = tl.where((record < count)[None, :], u_past, 0.0)
+    weights = tl.where((record < count)[:, None], weights, 0.0)
+    counted = first_of(g_past, count)
+    since = dealt(later_sums(counted)) + g  # log decays since each record
+    u_past = tl.where((record < count)[None, :], u_past * decay(since, 0.0)[None, :], 0.0)
     past = u_past[:, :, None] * weights[None, :, :]  # [BV, BL, 2]
     past = tl.sum(tl.reshape(past, [BV, LANES, BL // LANES, 2]), 2)
 
-    now = decay(tl.sum(counted, 0) + g, 0.0)
+    now = decay(sum_of(counted) + g, 0.0)
     if reads_words(READ, K):
         k, q = eighths(of_state[0], tokens.k, ring.k), eighths(of_state[1], tokens.q, tokens.q)
         k_q = k[0] * q[0]

@@ -10,37 +10,36 @@ import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, widen
 from replayssm.ops.quantize.tiles import values_of
-from replayssm.ops.triton_common import later_sums
 from replayssm.ops.triton_pairs import all_parts, in_columns, load_in_parts
-from replayssm.ops.triton_rows import of_record, plus_outer, times
+from replayssm.ops.triton_records import dealt, first_of, later_sums, of_record, sum_of
+from replayssm.ops.triton_rows import plus_outer, times
 
 
 @triton.jit
 def fold_in_order(
-    loaded, v_past, u_past, g_past, first_two, keys, first, ring, newest, k_at, source,
+    loaded, v_past, u_past, g_past, first_two, keys, first, ring, newest, u, k_at, source,
     K: tl.constexpr, L: tl.constexpr, CHECKPOINT: tl.constexpr,
     COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Parts of the folded state, FP32, from parts of the stored one as `load_codes` has them.
 
-    Of a ring's L - 1 older records: v or, where u is not solved for, u [BV, BL], log decays [BL],
+    Of a ring's L - 1 older records: v or, where u is not solved for, u [BV, BL], log decays,
     keys at `keys`, and `first`, the number of the oldest; `first_two`, where u is solved for, are
     asked for already. The newest is a token's that was loaded from `source`, its key at `k_at`, its
-    g, beta, v and u in `newest`. Where u is solved for, two records at a time: the state meets both
-    keys before either is folded, and what the second misses of the first is the product of their
-    keys.
+    g, beta and v in `newest`; its u, where it is not solved for. Where it is, two records at a
+    time: the state meets both keys before either is folded, and what the second misses of the first
+    is the product of their keys.
     """
     PARTS: tl.constexpr = len(loaded)
-    g, beta, v, u = newest
+    g, beta, v = newest
     parts = ()
     for part in tl.static_range(PARTS):
         parts = parts + in_columns(values_of(loaded[part], K // PARTS, COLUMNS, CHECKPOINT), PAIRED)
     k = _widen_all(load_in_parts(k_at, COLUMNS, K, PAIRED), source, ring.k)
     if ring.v is None:
-        record = tl.arange(0, g_past.shape[0])
-        g_past = tl.where(record < L - 1, g_past, 0.0)
-        us = u_past * decay(later_sums(g_past) + g, 0.0)[None, :]
-        parts = times(parts, decay(tl.sum(g_past, 0) + g, 0.0))
+        g_past = first_of(g_past, L - 1)
+        us = u_past * decay(dealt(later_sums(g_past)) + g, 0.0)[None, :]
+        parts = times(parts, decay(sum_of(g_past) + g, 0.0))
         for j in tl.range(L - 1):
             old = load_in_parts(keys + j * K, COLUMNS, K, PAIRED)
             parts = plus_outer(parts, of_record(us, j), _widen_all(old, ring.k, ring.k))

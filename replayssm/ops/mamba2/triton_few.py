@@ -27,7 +27,6 @@ from replayssm.ops.triton_common import (
     Ticket,
     count_arrival,
     hear_head,
-    later_sums,
     move_if_last,
     no_offset,
 )
@@ -41,15 +40,24 @@ from replayssm.ops.triton_pairs import (
     load_part,
     load_rows_in_parts,
 )
+from replayssm.ops.triton_records import (
+    dealt,
+    first_of,
+    last_first,
+    later_sums,
+    load_numbers,
+    load_of_records,
+    of_record,
+    sum_of,
+)
 from replayssm.ops.triton_rows import (
     LANES,
-    load_of_records,
     load_parts,
     load_to_multiply,
     lone_rows,
     no_token,
-    of_record,
     plus_outer,
+    tell_tile,
     times,
     write_and_move,
 )
@@ -127,16 +135,23 @@ def few_kernel(
             read, ring, slot, head, tile,
             H, P, G, N, L, READ, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
         )  # fmt: skip
-        _reply(
-            at, token, held, tokens, ring,
-            H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
-        )  # fmt: skip
+        if not SHARED:
+            _reply(
+                at, token, held, tokens, ring,
+                H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+            )  # fmt: skip
         parts = _fold(
             folded, held, token, ring, slot, head,
             H, G, N, L, RING, CHECKPOINT, FOLDED, PAIRED,
         )  # fmt: skip
+        tile_folded = tell_tile(parts, cursors, slot, head, tile, held[3], P, BP, READ, SHARED)
+        if SHARED:  # while the others of the head are at it
+            _reply(
+                at, token, held, tokens, ring,
+                H, P, G, N, L, READ, RING, BP, BL, WIDTH, COLUMNS, RECORD_COLUMNS, PAIRED,
+            )  # fmt: skip
         write_and_move(
-            parts, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
+            tile_folded, checkpoint, read_copy, cursors, layer, ticket, head, tile, said,
             P, N, BP, WIDTH, CHECKPOINT, READ_COPY, SHARED, TILES * H, THREADS,
         )  # fmt: skip
 
@@ -185,12 +200,12 @@ def _load_held(
     COLUMNS: tl.constexpr, RECORD_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What a slot holds for an answer, as it lies: B of all L records in parts [BL, columns], their
-    x [BP, BL] and dt [BL], and the state, words of codes or parts."""
-    p, record = tile * BP + tl.arange(0, BP), tl.arange(0, BL)
+    x [BP, BL] and dt, and the state, words of codes or parts."""
+    p, record = tile * BP + tl.arange(0, BP), last_first(BL)
     ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
     old_B = load_rows_in_parts(ring_B, record, record < L, RECORD_COLUMNS, N, PAIRED)
     old_x = load_of_records(ring.x + slot * ring.x_slot + head * (L * P), tile, P, L, BP, BL)
-    old_dt = tl.load(ring.dt + slot * ring.dt_slot + head * L + record, mask=record < L, other=0.0)
+    old_dt = load_numbers(ring.dt + slot * ring.dt_slot + head * L, L, BL)
     in_rows = None if P % BP == 0 else p < P
     state = load_to_multiply(read, slot, head * P + p, in_rows, P, N, WIDTH, COLUMNS, READ)
     return old_B, old_x, old_dt, state
@@ -240,7 +255,7 @@ def _answer(
     _, of_records, of_state, x, D, rate, dt = token
     old_B, old_x, old_dt, state = held
     FORMAT: tl.constexpr = fact(RING, "format")
-    record = tl.arange(0, BL)
+    record = last_first(BL)
     past = record < count
     EACH: tl.constexpr = RECORD_COLUMNS // 2 if PAIRED else RECORD_COLUMNS
     met = tl.zeros([BL, EACH], tl.float32)
@@ -248,14 +263,15 @@ def _answer(
         B, C = _recorded(old_B[part], RING, PAIRED), _given(of_records[part], PAIRED)
         for i in tl.static_range(len(B)):
             met += B[i] * C[i]
-    counted = tl.where(past, old_dt, 0.0)
-    decays = rate * counted
-    since = later_sums(decays) + rate * dt
-    weights = tl.where(past, tl.sum(met, 1) * counted * decay(since, 0.0), 0.0)  # [BL]
+    weights = tl.where(past, tl.sum(met, 1), 0.0)  # [BL]
+    counted = first_of(old_dt, count)
+    decays = times(counted, rate)
+    since = dealt(later_sums(decays)) + rate * dt
     xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
+    xs *= (dealt(counted) * decay(since, 0.0))[None, :]
     from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, LANES, BL // LANES]), 2)
 
-    now = decay(tl.sum(decays, 0) + rate * dt, 0.0)
+    now = decay(sum_of(decays) + rate * dt, 0.0)
     if reads_words(READ, N):
         B, C = _eighths(of_state[0], PAIRED), _eighths(of_state[1], PAIRED)
         B_C = _as_recorded(B[0], RING, PAIRED) * C[0]
@@ -317,11 +333,10 @@ def _fold(
     FORMAT: tl.constexpr = fact(RING, "format")
     B_at, _, _, x_new, _, rate, dt_new = token
     _, old_x, old_dt, _ = held
-    record = tl.arange(0, old_dt.shape[0])
-    past = record < L - 1
-    dt = tl.where(past, old_dt, 0.0)
-    since = later_sums(rate * dt) + rate * dt_new
-    xs = decode_elements(old_x, FORMAT, False) * (dt * decay(since, 0.0))[None, :]
+    dt = first_of(old_dt, L - 1)
+    decays = times(dt, rate)
+    since = dealt(later_sums(decays)) + rate * dt_new
+    xs = decode_elements(old_x, FORMAT, False) * (dealt(dt) * decay(since, 0.0))[None, :]
     parts, B_new = (), ()
     given = load_in_parts(B_at, COLUMNS, N, PAIRED)
     for part in tl.static_range(PARTS):
@@ -329,7 +344,7 @@ def _fold(
         new = _given(given[part], PAIRED)
         for i in tl.static_range(len(new)):
             B_new = B_new + (_as_recorded(new[i], RING, PAIRED),)
-    parts = times(parts, decay(tl.sum(rate * dt, 0) + rate * dt_new, 0.0))
+    parts = times(parts, decay(sum_of(decays) + rate * dt_new, 0.0))
     ring_B = ring.B + slot * ring.B_slot + head // (H // G) * (L * N)
     for j in tl.range(L - 1):
         codes, B = load_in_parts(ring_B + j * N, COLUMNS, N, PAIRED), ()
