@@ -5,7 +5,8 @@
 Launches go through the launchers themselves, so that signatures, specialisation and options are the
 real ones, but a stand-in driver names the target and nothing runs. Needs TRITON_INTERPRET unset.
 Prints one line per kernel: architecture, kernel, policy, warps, shared memory, and what the
-assembler says of registers and spills; exits with an error if anything fails or spills.
+assembler says of registers and spills; exits with an error if anything fails, spills, or reduces
+what this compiler would reduce wrongly.
 """
 
 import re
@@ -334,6 +335,31 @@ def resources(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
 
 
+def reductions_with_gaps(ttgir: str) -> list[str]:
+    """Reductions of a kernel over lanes that do not follow each other.
+
+    Triton 3.6 takes such lanes for neighbours and leaves some out. A reshape makes them, that joins
+    an axis with one that has fewer elements than lanes.
+    """
+    linear = re.compile(r"(#linear\d*) = #ttg\.linear<.*lane = \[(.*?)\], warp")
+    lanes = {
+        name: [[int(x) for x in basis.split(",")] for basis in re.findall(r"\[(.*?)\]", bases)]
+        for name, bases in linear.findall(ttgir)
+    }
+    found, axis = [], 0
+    for line in ttgir.splitlines():
+        if start := re.search(r'"tt\.reduce".*axis = (\d+)', line):
+            axis = int(start[1])
+        elif (end := re.search(r"^ *\}\) : \(tensor<([^)]*?)\) ->", line)) and "#linear" in end[1]:
+            bases = lanes[re.search(r"#linear\d*", end[1])[0]]
+            for dim in reversed([int(d) for d in re.findall(r"dim = (\d+)", end[1])]):
+                bases = [basis[:dim] + basis[dim + 1 :] for basis in bases]
+            used = [lane for lane, basis in enumerate(bases) if basis[axis]]
+            if used and used[-1] - used[0] >= len(used):
+                found.append(f"axis {axis} of {end[1]}")
+    return found
+
+
 # (geometry, policy, activation dtype): every reader and writer once, real sizes.
 CASES = [
     (SUPER, "fp32", torch.bfloat16),
@@ -374,7 +400,7 @@ def compiled(arch: int, everything: bool):
 
 
 def main(arch: int, everything: bool) -> None:
-    spilled = []
+    spilled, gaps = [], []
     driver.set_active(Device(arch))
     for geometry, label, dtype, name, kernel in compiled(arch, everything):
         family = MODULES[type(geometry)][0].__name__.split(".")[-2]
@@ -384,14 +410,18 @@ def main(arch: int, everything: bool) -> None:
         line = f"sm_{arch} {family} {name} {label} {dtype} {shape}: "
         line += ", ".join(f"{value} {what}" for what, value in used.items())
         print(line, flush=True)
+        gaps += [f"{line}: {found}" for found in reductions_with_gaps(kernel.asm["ttgir"])]
         # Some invariants of a loop over tiles, read back once a tile, cost nothing.
         if arch == 90 and (used["stack"] > 256 or used["local"]):
             spilled.append(line)
     for name, kernel in glue_launches():
         used = resources(kernel.asm["cubin"])
         print(f"sm_{arch} glue {name}: {used['registers']} registers", flush=True)
+        gaps += [f"{name}: {found}" for found in reductions_with_gaps(kernel.asm["ttgir"])]
         if used["stack"] or used["local"]:
             spilled.append(name)
+    if gaps:
+        sys.exit("reductions over lanes with gaps:\n" + "\n".join(gaps))
     if spilled:
         sys.exit("spills to local memory:\n" + "\n".join(spilled))
 

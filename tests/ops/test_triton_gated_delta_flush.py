@@ -129,6 +129,28 @@ def test_overflow_and_non_finite_states_are_counted(single):
     assert not_finite[0] > 0 and torch.equal(pool.cursors.not_finite, not_finite)
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("policy", ["nvfp4", "fp32+nvfp4", "fp16-sr+nvfp4"])
+def test_a_head_that_is_not_finite_spoils_no_other(policy, single):
+    """Its scale is not a number, what is read of it neither; nobody waits for ever."""
+    state = torch.randn(3, *GatedDeltaGeometry(**SMALL).state_shape)
+    pool = make_pool(policy, SMALL, ring_len=1, state=state)
+    inputs = inputs_for(SMALL, 2, 1)
+    inputs.v[0, 0, 1, 3] = math.inf
+    if single:
+        pool.step(inputs, single=True)
+    else:
+        pool.run(inputs)
+        pool.commit(1, 1)
+        pool.flush()
+    assert (pool.cursors.not_finite > 0).tolist() == [False, False, True]
+    for name in ("checkpoint", "read_copy"):
+        storage, copy = getattr(pool.policy, name), getattr(pool, name)
+        if storage is not None:
+            finite = storage.read(copy.map(lambda t: t.cpu())).isfinite().flatten(2).all(2)
+            assert finite.tolist() == [[True, True], [True, True], [True, False]], name
+
+
 # ---- refusals --------------------------------------------------------------------------------
 
 

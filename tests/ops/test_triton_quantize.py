@@ -217,6 +217,17 @@ def test_strided_heads_are_refused():
         stored(replace(quantized, data=quantized.data.transpose(-1, -2)))
 
 
+@pytest.mark.parametrize("cols", [16, 32])
+@pytest.mark.parametrize("row", range(4))
+def test_a_scale_of_a_small_matrix_sees_all_of_its_rows(row, cols):
+    """Of two matrices in a tile that has fewer blocks than a warp has lanes."""
+    x = torch.randn(2, 2, 4, cols)
+    x[:, 0, row, 3] = 100.0
+    written = Written(x, STORAGES["nvfp4"])
+    for part, tensor in written.want.tensors().items():
+        assert_same_bits(written.got.tensors()[part], tensor, part)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize(
     "name", ["fp16", "bf16", "fp8", "fp8-e5m2", "int8", "nvfp4", "mxfp4", "mxfp8"]

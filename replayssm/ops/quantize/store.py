@@ -123,7 +123,9 @@ def store_tile(
             if matrix_amax is None and R == TILE_ROWS:
                 matrix_amax = peak
             if matrix_amax is None:
-                largest = tl.max(tl.reshape(amax, [R // TILE_ROWS, TILE_ROWS * BLOCKS]), 1)
+                # Blocks first: lanes that have no block of their own lie between those that do, and
+                # Triton 3.6 takes lanes that follow each other for those of one matrix.
+                largest = tl.max(tl.reshape(tl.max(amax, 1), [R // TILE_ROWS, TILE_ROWS]), 1)
                 per_matrix = tensor_scale(largest, FORMAT)
             else:
                 per_matrix = _scale_of_one(matrix_amax, FORMAT)
