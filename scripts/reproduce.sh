@@ -32,7 +32,7 @@ before=$(digests)
 if [ -d "$results/runs" ]; then run report "$results/runs"; fi
 if [ -d "$results/tasks" ]; then run rescore "$results/tasks"; fi
 if [ -d "$results/speculation" ]; then run speculation --redraw --out "$results/speculation"; fi
-for record in "$results"/bench/kernels/*/kernels.json "$results"/bench/{decode/decode,speculate/speculate}.json \
+for record in "$results"/bench/kernels/{*,lengths/*}/kernels.json "$results"/bench/{decode/decode,speculate/speculate}.json \
     "$results"/bench/speculate/*/speculate.json; do
     if [ -f "$record" ]; then run bench "$(basename "$record" .json)" --redraw --out "$(dirname "$record")"; fi
 done

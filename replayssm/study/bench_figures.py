@@ -25,7 +25,8 @@ CONVENTIONAL_STYLES = tuple(
 
 
 def kernel_figures(record: KernelRecord) -> dict[str, bytes]:
-    """File name -> content of one figure per layer and ring length with measured cycles."""
+    """File name -> content of one figure per layer and ring length with cycles at three batches or
+    more: two are no curve."""
     files = {}
     for layer in record.titles:
         for ring_len in record.ring_lens(layer):
@@ -40,7 +41,7 @@ def time_by_batch(record: KernelRecord, layer: str, ring_len: int) -> dict[str, 
         policy: [row for row in rows if row.us is not None]
         for policy, rows in record.select(layer, ring_len, "cycle").items()
     }
-    if not any(groups.values()):
+    if len({row.batch for rows in groups.values() for row in rows}) < 3:
         return None
     caption = (
         f"{record.device}, copy bandwidth {record.copy_gb_per_s:,.0f} GB/s, "

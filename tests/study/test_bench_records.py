@@ -163,7 +163,9 @@ def test_figures_are_the_same_bytes_when_redrawn():
 
 
 def test_nothing_is_drawn_of_what_has_no_times():
-    assert kernel_figures(made_up(rows=made_up().rows[-1:])) == {}
+    rows = made_up().rows
+    assert kernel_figures(made_up(rows=rows[-1:])) == {}
+    assert kernel_figures(made_up(rows=[row for row in rows if row.batch != 16])) == {}  # no curve
 
 
 def test_redraw_needs_no_gpu_and_no_torch(stored):
