@@ -222,7 +222,7 @@ def _load_held(
     COLUMNS: tl.constexpr, KEY_COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """What a slot holds for an answer, as it lies: keys of all L records in parts [BL, columns],
-    their u [BV, BL] and g [BL], and the state, words of codes or parts."""
+    their u [BV, BL] and g, and the state, words of codes or parts."""
     value, record = tile * BV + tl.arange(0, BV), last_first(BL)
     first = (slot * HV + head) * L  # this head's oldest record
     keys = ring.k + (slot * HK + head // (HV // HK)) * L * K
