@@ -19,6 +19,7 @@ from replayssm.ops.gated_delta.triton_products import (
 from replayssm.ops.gated_delta.triton_tiles import (
     as_held,
     decay,
+    eighths,
     last,
     load_rows,
     load_vector,
@@ -174,7 +175,7 @@ def _answer(
     if reads_words(READ, K) and PRODUCTS is not None and has_groups(READ, K):
         both = words_times(state, of_state, K, READ, PRODUCTS)
     elif reads_words(READ, K):
-        k_parts = _held_parts(of_state[0], tokens.k, ring.k)
+        k_parts = eighths(of_state[0], tokens.k, ring.k)
         with_k = times_vector(state, k_parts, K, BK, READ)
         with_q = times_vector(state, of_state[1], K, BK, READ)
         both = tl.join(with_k, with_q)  # [BV, 2]
@@ -254,18 +255,3 @@ def _parts_times(
         with_k += s * as_held(pairs[part][0], source, ring_k)[None, :]
         with_q += s * pairs[part][1].to(tl.float32)[None, :]
     return tl.sum(tl.join(with_k, with_q), 1) * factor_of(parts[0], READ)[:, None]
-
-
-@triton.jit
-def _held_parts(parts, source, ring):
-    """`as_held` of the eight vectors of `load_eighths`."""
-    return (
-        as_held(parts[0], source, ring),
-        as_held(parts[1], source, ring),
-        as_held(parts[2], source, ring),
-        as_held(parts[3], source, ring),
-        as_held(parts[4], source, ring),
-        as_held(parts[5], source, ring),
-        as_held(parts[6], source, ring),
-        as_held(parts[7], source, ring),
-    )
