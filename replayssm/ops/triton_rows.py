@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.formats.block import BlockFormat
 from replayssm.formats.number import FP32
 from replayssm.formats.storage import Storage
-from replayssm.ops.quantize.layout import reads_words, scales_of
+from replayssm.ops.quantize.layout import columns_of_scale, reads_words, scales_of
 from replayssm.ops.quantize.scaling import magnitude_bits
 from replayssm.ops.quantize.store import store_tile
 from replayssm.ops.quantize.tiles import load_codes
@@ -45,8 +44,8 @@ def part_columns(storage: Storage, cols: int, width: int) -> int:
 def folded_columns(storage: Storage, cols: int, width: int) -> int:
     """Columns of a checkpoint that are folded at a time, four for each of eight lanes that share a
     row; all where cols is no power of two, or a scale belongs to more."""
-    block = storage.format.block_size if isinstance(storage.format, BlockFormat) else 1
-    parts = cols == width <= 256 and storage.scale != "row" and 32 % block == 0
+    whole_blocks = 32 % columns_of_scale(storage) == 0
+    parts = cols == width <= 256 and storage.scale != "row" and whole_blocks
     return min(32, width) if parts else width
 
 

@@ -262,9 +262,8 @@ def folding(
 
 def _folded(storage: Storage, width: int, cols: int) -> int:
     """Columns of a state tile that are folded at a time: fewer take fewer registers."""
-    fmt = storage.format
-    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
-    apart = cols == width > 64 and storage.scale != "row" and 64 % block == 0
+    whole_blocks = 64 % layout.columns_of_scale(storage) == 0
+    apart = cols == width > 64 and storage.scale != "row" and whole_blocks
     return 64 if apart else width
 
 
@@ -294,8 +293,7 @@ def state_width(policy: PrecisionPolicy, constants: Mapping[str, int]) -> int:
 def pieces(storage: Storage, constants: Mapping[str, int], widest: int = 32) -> dict[str, int]:
     """How kernels cut products of a stored state over K: into parts of `widest` (at most 64), 32 or
     16 columns and whole blocks, or, where K has no such parts, not at all."""
-    fmt = storage.format
-    block = fmt.block_size if isinstance(fmt, BlockFormat) else 1
+    block = layout.columns_of_scale(storage)
     for piece in (64, 32, 16):
         whole = piece <= widest and constants["K"] % piece == 0 and piece % block == 0
         if whole and piece >= layout.tile_width(1, storage):

@@ -51,6 +51,11 @@ def as_codes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def columns_of_scale(storage: Storage) -> int:
+    """Columns of a row that share a block's scale; 1 where there are no blocks."""
+    return storage.format.block_size if isinstance(storage.format, BlockFormat) else 1
+
+
 def tile_width(cols: int, storage: Storage) -> int:
     """Columns of a tile for `cols`: a power of two, whole blocks, and enough for a product.
 
@@ -58,9 +63,8 @@ def tile_width(cols: int, storage: Storage) -> int:
     was loaded as: four FP32 columns, but 32 packed ones. In a narrower operand lanes repeat each
     other, and the product counts some columns twice and others never (seen on Triton 3.6).
     """
-    block = storage.format.block_size if isinstance(storage.format, BlockFormat) else 1
     least = 32 if is_packed(storage) else 16
-    return max(least, block, triton.next_power_of_2(cols))
+    return max(least, columns_of_scale(storage), triton.next_power_of_2(cols))
 
 
 def refuse_unsupported(storage: Storage) -> None:
