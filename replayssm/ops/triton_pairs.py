@@ -85,12 +85,20 @@ def in_columns(x, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def all_columns(x):
-    """The tile of `in_columns`."""
-    if len(x) == 2:
-        return tl.reshape(tl.join(x[0], x[1]), [x[0].shape[0], 2 * x[0].shape[1]])
+def all_columns(parts):
+    """One tensor of the columns of 1, 2, 4 ... tensors [C] or [R, C] in turn: the tile of
+    `in_columns`."""
+    if len(parts) == 1:
+        return parts[0]
     else:
-        return x[0]
+        even, odd = (), ()
+        for i in tl.static_range(0, len(parts), 2):
+            even, odd = even + (parts[i],), odd + (parts[i + 1],)
+        both = tl.join(all_columns(even), all_columns(odd))
+        if len(both.shape) == 2:
+            return tl.reshape(both, [2 * both.shape[0]])
+        else:
+            return tl.reshape(both, [both.shape[0], 2 * both.shape[1]])
 
 
 @triton.jit

@@ -10,6 +10,7 @@ LANES; R rows of a tile.
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_pairs import all_columns
 from replayssm.ops.triton_rows import LANES, lone_rows
 
 
@@ -32,13 +33,13 @@ def load_of_records(
         at = base + record[:, None] * ROWS + row[None, :]
         x = tl.load(at, mask=(record < L)[:, None] & (row < ROWS)[None, :], other=0)
         parts = parts + (tl.trans(x),)
-    return dealt(parts)
+    return all_columns(parts)
 
 
 @triton.jit
 def load_numbers(base, L: tl.constexpr, BL: tl.constexpr):
     """A number of each of L records, FP32 0 where there is none, as `load_of_records` deals them to
-    lanes: one tensor [LANES] for each column of a lane."""
+    lanes: one tensor [LANES] for each column of a lane; `all_columns` makes one [BL] of them."""
     parts = ()
     for i in tl.static_range(BL // LANES):
         record = _records_of_lanes(BL, i)
@@ -50,22 +51,6 @@ def load_numbers(base, L: tl.constexpr, BL: tl.constexpr):
 def _records_of_lanes(BL: tl.constexpr, i: tl.constexpr):
     """Column i of every lane's."""
     return tl.arange(0, LANES) * -(BL // LANES) + (BL - 1 - i)
-
-
-@triton.jit
-def dealt(parts):
-    """One tensor of all columns, from tensors [LANES] or [R, LANES] of one column of every lane."""
-    if len(parts) == 1:
-        return parts[0]
-    else:
-        even, odd = (), ()
-        for i in tl.static_range(0, len(parts), 2):
-            even, odd = even + (parts[i],), odd + (parts[i + 1],)
-        both = tl.join(dealt(even), dealt(odd))
-        if len(both.shape) == 2:
-            return tl.reshape(both, [2 * both.shape[0]])
-        else:
-            return tl.reshape(both, [both.shape[0], 2 * both.shape[1]])
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from interpreter import DEVICE, KERNEL_MARKS
 
+from replayssm.ops.triton_pairs import all_columns
 from replayssm.ops.triton_records import (
-    dealt,
     first_of,
     last_first,
     later_sums,
@@ -29,7 +29,7 @@ ROWS, TILE = 20, 16
 def numbers_kernel(later, total, g, count, L: tl.constexpr, BL: tl.constexpr):
     """Sums over what comes after each of the first `count` of L records, and over all of them."""
     numbers = first_of(load_numbers(g, L, BL), count)
-    tl.store(later + last_first(BL), dealt(later_sums(numbers)), mask=last_first(BL) < L)
+    tl.store(later + last_first(BL), all_columns(later_sums(numbers)), mask=last_first(BL) < L)
     tl.store(total, sum_of(numbers))
 
 
@@ -69,7 +69,7 @@ def test_sums_over_later_records_are_as_exact_as_their_terms(length):
 
 @pytest.mark.parametrize("length", [1, 5, 16, 31, 32, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_record_is_found_where_it_was_dealt(length, dtype):
+def test_a_record_is_found_where_it_was_all_columns(length, dtype):
     x = torch.randn(length, ROWS).to(DEVICE, dtype)
     out, again = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     grid = (triton.cdiv(ROWS, TILE),)

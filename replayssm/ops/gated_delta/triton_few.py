@@ -29,6 +29,7 @@ from replayssm.ops.triton_common import (
     no_offset,
 )
 from replayssm.ops.triton_pairs import (
+    all_columns,
     in_columns,
     load_for_words,
     load_part,
@@ -36,7 +37,6 @@ from replayssm.ops.triton_pairs import (
     load_rows_in_parts,
 )
 from replayssm.ops.triton_records import (
-    dealt,
     first_of,
     last_first,
     later_sums,
@@ -298,7 +298,7 @@ def _answer(
     weights = tl.sum(tl.join(with_k, with_q), 1)  # [BL, 2]
     weights = tl.where((record < count)[:, None], weights, 0.0)
     counted = first_of(g_past, count)
-    since = dealt(later_sums(counted)) + g  # log decays since each record
+    since = all_columns(later_sums(counted)) + g  # log decays since each record
     u_past = tl.where((record < count)[None, :], u_past * decay(since, 0.0)[None, :], 0.0)
     past = u_past[:, :, None] * weights[None, :, :]  # [BV, BL, 2]
     past = tl.sum(tl.reshape(past, [BV, LANES, BL // LANES, 2]), 2)

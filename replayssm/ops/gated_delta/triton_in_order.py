@@ -10,8 +10,8 @@ import triton.language as tl
 
 from replayssm.ops.gated_delta.triton_tiles import as_held, decay, widen
 from replayssm.ops.quantize.tiles import values_of
-from replayssm.ops.triton_pairs import all_parts, in_columns, load_in_parts
-from replayssm.ops.triton_records import dealt, first_of, later_sums, of_record, sum_of
+from replayssm.ops.triton_pairs import all_columns, all_parts, in_columns, load_in_parts
+from replayssm.ops.triton_records import first_of, later_sums, of_record, sum_of
 from replayssm.ops.triton_rows import plus_outer, times
 
 
@@ -38,7 +38,7 @@ def fold_in_order(
     k = _widen_all(load_in_parts(k_at, COLUMNS, K, PAIRED), source, ring.k)
     if ring.v is None:
         g_past = first_of(g_past, L - 1)
-        us = u_past * decay(dealt(later_sums(g_past)) + g, 0.0)[None, :]
+        us = u_past * decay(all_columns(later_sums(g_past)) + g, 0.0)[None, :]
         parts = times(parts, decay(sum_of(g_past) + g, 0.0))
         for j in tl.range(L - 1):
             old = load_in_parts(keys + j * K, COLUMNS, K, PAIRED)

@@ -31,6 +31,7 @@ from replayssm.ops.triton_common import (
     no_offset,
 )
 from replayssm.ops.triton_pairs import (
+    all_columns,
     all_parts,
     eighths_of_pairs,
     halves,
@@ -41,7 +42,6 @@ from replayssm.ops.triton_pairs import (
     load_rows_in_parts,
 )
 from replayssm.ops.triton_records import (
-    dealt,
     first_of,
     last_first,
     later_sums,
@@ -266,9 +266,9 @@ def _answer(
     weights = tl.where(past, tl.sum(met, 1), 0.0)  # [BL]
     counted = first_of(old_dt, count)
     decays = times(counted, rate)
-    since = dealt(later_sums(decays)) + rate * dt
+    since = all_columns(later_sums(decays)) + rate * dt
     xs = decode_elements(tl.where(past[None, :], old_x, 0), FORMAT, False)
-    xs *= (dealt(counted) * decay(since, 0.0))[None, :]
+    xs *= (all_columns(counted) * decay(since, 0.0))[None, :]
     from_past = tl.sum(tl.reshape(xs * weights[None, :], [BP, LANES, BL // LANES]), 2)
 
     now = decay(sum_of(decays) + rate * dt, 0.0)
@@ -335,8 +335,8 @@ def _fold(
     _, old_x, old_dt, _ = held
     dt = first_of(old_dt, L - 1)
     decays = times(dt, rate)
-    since = dealt(later_sums(decays)) + rate * dt_new
-    xs = decode_elements(old_x, FORMAT, False) * (dealt(dt) * decay(since, 0.0))[None, :]
+    since = all_columns(later_sums(decays)) + rate * dt_new
+    xs = decode_elements(old_x, FORMAT, False) * (all_columns(dt) * decay(since, 0.0))[None, :]
     parts, B_new = (), ()
     given = load_in_parts(B_at, COLUMNS, N, PAIRED)
     for part in tl.static_range(PARTS):
